@@ -1,0 +1,73 @@
+"""Benchmarks as data: which classes arrive when, and the paper's settings for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpl.errors import TplError
+from tpl.stream import Stream, class_order, load_source, split
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set cut into tasks, with the options that its protocol prescribes."""
+
+    name: str
+    summary: str
+    source: str
+    per_task: int
+    options: dict[str, Any] = field(default_factory=dict)  # those a method does not have are left out
+
+    def stream(
+        self,
+        data: Path | None = None,
+        order: str = "natural",
+        download: bool = False,
+        tasks: int | None = None,
+        validation: float | None = None,
+        seed: int = 0,
+    ) -> Stream:
+        """The tasks in `order`; `validation` swaps the test images for a held-out share of the training ones."""
+        source = load_source(self.source, data, download)
+        count = len(source.class_names)
+        if source.test is None and validation is None:
+            raise TplError(f"{self.name} needs test images; {data} has none. Use --validation 0.1 to hold some out.")
+        classes = class_order(order, self.source, count)
+        stream = split(source.train, source.test, source.class_names, self.per_task, classes)
+        if tasks is not None:
+            if not 1 <= tasks <= len(stream):
+                raise TplError(f"{self.name} has {len(stream)} tasks; --tasks must lie between 1 and that.")
+            stream = stream[:tasks]
+        return stream.with_validation(validation, seed) if validation is not None else stream
+
+
+def _paper(latent: int, lr: float, epochs: int, memory: int) -> dict[str, Any]:
+    return {"latent": latent, "lr": lr, "epochs": epochs, "memory": memory, "batch_size": 64}
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    b.name: b
+    for b in (
+        Benchmark(
+            "digits-5t",
+            "scikit-learn's bundled 8x8 digits, 5 tasks of 2 classes; needs no download",
+            "digits",
+            2,
+            {"latent": 32, "lr": 0.05, "epochs": 5, "memory": 100, "batch_size": 32},
+        ),
+        Benchmark("c10-5t", "CIFAR-10, 5 tasks of 2 classes", "cifar10", 2, _paper(64, 0.005, 20, 200)),
+        Benchmark("c100-10t", "CIFAR-100, 10 tasks of 10 classes", "cifar100", 10, _paper(128, 0.001, 40, 2000)),
+        Benchmark("c100-20t", "CIFAR-100, 20 tasks of 5 classes", "cifar100", 5, _paper(128, 0.005, 40, 2000)),
+        Benchmark("t-5t", "Tiny-ImageNet, 5 tasks of 40 classes", "tiny-imagenet", 40, _paper(128, 0.005, 15, 2000)),
+        Benchmark("t-10t", "Tiny-ImageNet, 10 tasks of 20 classes", "tiny-imagenet", 20, _paper(128, 0.005, 10, 2000)),
+    )
+}
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """A benchmark by name, or an error that lists them all."""
+    if name not in BENCHMARKS:
+        raise TplError(f"There is no benchmark '{name}'; there are {', '.join(BENCHMARKS)}.")
+    return BENCHMARKS[name]

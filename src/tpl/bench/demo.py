@@ -1,0 +1,45 @@
+"""The demo: three learners on the bundled digits, side by side, in a few minutes and offline."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpl.bench.results import RunResult
+from tpl.bench.run import RunSpec, execute
+from tpl.engine import Listener
+
+BENCHMARK = "digits-5t"
+METHODS = ("finetune", "tpl", "joint")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The three runs of the demo."""
+
+    runs: dict[str, RunResult]
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The numbers of the closing table, per method."""
+        joint = self.runs["joint"]
+        keys = ("last", "aia", "til", "tp")
+        return {
+            name: {key: run.summary[key] for key in keys}
+            | run.against(joint)
+            | {"seconds": run.summary["seconds"]}
+            for name, run in self.runs.items()
+        }
+
+
+def run_demo(out: Path, device: str, seed: int, resume: bool, listen: Listener) -> DemoResult:
+    """Run all three, one after the other; `resume` keeps what an interrupted demo has finished."""
+    runs = {}
+    for method in METHODS:
+        spec = RunSpec(BENCHMARK, method, device=device, seed=seed)
+        place = out / spec.directory_name()
+        if not resume and (place / "run.json").exists():
+            shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
+        runs[method] = execute(spec, place, resume, listen)
+    return DemoResult(runs)

@@ -1,0 +1,90 @@
+"""Evaluating a method on the test images of all tasks seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tpl.bench import metrics
+from tpl.methods import Method
+from tpl.stream import Stream
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One row of each accuracy matrix, and how well task scores told the tasks apart."""
+
+    cil: list[float]  # class known among all classes so far
+    til: list[float]  # class known among the true task's classes
+    tp: list[float]  # task predicted
+    detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
+
+
+class Evaluator:
+    """Keeps the test images, and what task models said of them where that can never change."""
+
+    def __init__(self, stream: Stream, method: Method) -> None:
+        self.stream, self.method = stream, method
+        self.pixels: list[Tensor] = []
+        self.outputs: list[Any] = []
+        sizes = torch.tensor([len(task.classes) for task in stream])
+        self.task_of_class = torch.arange(len(sizes)).repeat_interleave(sizes)
+
+    def stage(self, upto: int) -> StageResult:
+        """Accuracies on tasks 0..`upto`, which the method has learned."""
+        while len(self.pixels) <= upto:
+            images = self.stream[len(self.pixels)].test
+            assert images is not None, "a benchmark's task needs test images"
+            self.pixels.append(self.method.preprocess.batch(images))
+            self.outputs.append(None)
+        rows, scores, tasks = [], [], []
+        for i in range(upto + 1):
+            answers, task_scores = self._ask(i)
+            rows.append(accuracies(answers, self._labels(i), i, self.task_of_class[: answers.shape[1]]))
+            if task_scores is not None:
+                scores.append(task_scores)
+                tasks.append(np.full(len(task_scores), i))
+        detection = None
+        if scores and upto > 0:
+            detection = metrics.detection(np.concatenate(scores), np.concatenate(tasks))
+        cil, til, tp = (list(column) for column in zip(*rows, strict=True))
+        return StageResult(cil, til, tp, detection)
+
+    def _ask(self, task: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+        """log P(class) and, where the method has them, the task scores of one task's test images."""
+        method: Any = self.method
+        if not hasattr(method, "log_probabilities_of"):
+            return method.log_probabilities(self.pixels[task]).cpu(), None
+        known = self.outputs[task] if method.outputs_are_final else None
+        outputs = method.outputs(self.pixels[task], known)
+        self.outputs[task] = outputs
+        return method.log_probabilities_of(outputs).cpu(), method.task_scores(outputs).cpu().numpy()
+
+    def _labels(self, task: int) -> Tensor:
+        images = self.stream[task].test
+        assert images is not None
+        offset = sum(len(t.classes) for t in self.stream[:task])
+        return torch.tensor(np.asarray(images.labels)) + offset
+
+
+def accuracies(
+    log_probabilities: Tensor, labels: Tensor, task: int, task_of_class: Tensor
+) -> tuple[float, float, float]:
+    """CIL, TIL and task-prediction accuracy of images that all belong to `task`.
+
+    CIL: argmax over all classes. TIL: argmax over the true task's classes. TP: the task with the largest
+    P(task | x) = sum of P(class | x) over its classes, so it is defined for every method alike.
+    """
+    cil = log_probabilities.argmax(dim=1) == labels
+    inside = log_probabilities.masked_fill(task_of_class != task, -torch.inf)
+    til = inside.argmax(dim=1) == labels
+    groups: Sequence[int] = range(int(task_of_class.max()) + 1)
+    by_task = torch.stack([log_probabilities[:, task_of_class == g].logsumexp(dim=1) for g in groups], dim=1)
+    tp = by_task.argmax(dim=1) == task
+    return tuple(float(hit.double().mean()) for hit in (cil, til, tp))  # type: ignore[return-value]

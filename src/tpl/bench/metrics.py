@@ -1,0 +1,93 @@
+"""Metrics, each with its formula.
+
+An accuracy matrix A has one row a stage and one column a task: A[t, i] is the accuracy on task i's
+test images after task t was learned, NaN where i > t. All values are fractions; tables show percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score, roc_curve
+
+Matrix = NDArray[np.float64]
+
+
+def accuracy_so_far(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
+    """A^(<=t): share of correctly classified images among the test images of tasks 0..t, per stage.
+
+    A^(<=t) = sum_{i<=t} n_i A[t, i] / sum_{i<=t} n_i.
+    """
+    weights = np.asarray(sizes, dtype=np.float64)
+    return np.array([matrix[t, : t + 1] @ weights[: t + 1] / weights[: t + 1].sum() for t in range(len(matrix))])
+
+
+def last(matrix: Matrix, sizes: Sequence[int]) -> float:
+    """Last = A^(<=T): accuracy on all classes after the final task."""
+    return float(accuracy_so_far(matrix, sizes)[-1])
+
+
+def average_incremental(matrix: Matrix, sizes: Sequence[int]) -> float:
+    """AIA = (1/T) sum_t A^(<=t): accuracy on the classes so far, averaged over the stages."""
+    return float(accuracy_so_far(matrix, sizes).mean())
+
+
+def classic_forgetting(matrix: Matrix) -> float:
+    """F = 1/(T-1) sum_{i<T} (A[i, i] - A[T, i]): each task's loss since it was learned.
+
+    Fit for task-incremental learning; in class-incremental learning it also counts that more classes
+    are harder to tell apart. 0 for a single task.
+    """
+    final = len(matrix) - 1
+    return float(np.mean([matrix[i, i] - matrix[final, i] for i in range(final)])) if final else 0.0
+
+
+def rectified_forgetting_per_stage(matrix: Matrix, joint: Matrix) -> Matrix:
+    """F_Last^(t) = 1/t sum_{i<=t} (A_joint[t, i] - A[t, i]), for every stage t."""
+    return np.array([np.mean(joint[t, : t + 1] - matrix[t, : t + 1]) for t in range(len(matrix))])
+
+
+def rectified_forgetting_last(matrix: Matrix, joint: Matrix) -> float:
+    """F_CIL,Last^(T): what is lost against joint training on the same classes, after the final task."""
+    return float(rectified_forgetting_per_stage(matrix, joint)[-1])
+
+
+def rectified_forgetting_aia(matrix: Matrix, joint: Matrix) -> float:
+    """F_CIL,AIA^(T) = 1/T sum_t F_CIL,Last^(t)."""
+    return float(rectified_forgetting_per_stage(matrix, joint).mean())
+
+
+def auroc(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
+    """Area under the ROC curve: P(score inside > score outside), ties counted half."""
+    labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
+    return float(roc_auc_score(labels, np.r_[inside, outside]))
+
+
+def false_positives_at_95(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
+    """FPR95: share of outside samples accepted by the threshold that accepts 95 % of the inside ones."""
+    labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
+    false, true, _ = roc_curve(labels, np.r_[inside, outside], drop_intermediate=False)
+    return float(false[np.searchsorted(true, 0.95)])
+
+
+def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
+    """How well task scores `[n, T]` tell each task's images from the others', averaged over tasks.
+
+    `auroc_pairwise`: mean over ordered pairs (j, i) of AUROC of S_j on task j against task i.
+    `auroc_pooled`: mean over j of AUROC of S_j on task j against all other tasks at once.
+    `fpr95`: mean over j of FPR95, pooled likewise. Equal task sizes make the two AUROCs equal.
+    """
+    count = scores.shape[1]
+    pairs, pooled, fpr = [], [], []
+    for j in range(count):
+        own, rest = scores[tasks == j, j], scores[tasks != j, j]
+        pairs += [auroc(own, scores[tasks == i, j]) for i in range(count) if i != j]
+        pooled.append(auroc(own, rest))
+        fpr.append(false_positives_at_95(own, rest))
+    return {
+        "auroc_pairwise": float(np.mean(pairs)),
+        "auroc_pooled": float(np.mean(pooled)),
+        "fpr95": float(np.mean(fpr)),
+    }

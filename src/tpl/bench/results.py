@@ -1,0 +1,98 @@
+"""What a run measured: matrices, metrics, times and sizes, read from and written to its directory."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpl.bench import metrics
+from tpl.bench.metrics import Matrix
+from tpl.errors import TplError
+from tpl.store import replace_text
+
+KINDS = ("cil", "til", "tp")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The numbers of one finished run."""
+
+    description: dict[str, Any]  # run.json
+    summary: dict[str, Any]
+    matrices: dict[str, Matrix]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Test images per task."""
+        return list(self.description["test_images"])
+
+    def against(self, joint: RunResult) -> dict[str, float]:
+        """The paper's rectified forgetting, against a joint run over the same tasks."""
+        if joint.description["classes"] != self.description["classes"]:
+            raise TplError("Rectified forgetting compares runs over the same tasks; these differ in their classes.")
+        mine, other = self.matrices["cil"], joint.matrices["cil"]
+        return {
+            "forgetting_last": metrics.rectified_forgetting_last(mine, other),
+            "forgetting_aia": metrics.rectified_forgetting_aia(mine, other),
+        }
+
+    def write(self, out: Path) -> None:
+        """results.json and one CSV per matrix."""
+        for kind, matrix in self.matrices.items():
+            with (out / f"{kind}.csv").open("w", newline="", encoding="utf-8") as stream:
+                writer = csv.writer(stream)
+                writer.writerow(["stage", *(f"task {i}" for i in range(len(matrix)))])
+                for t, row in enumerate(matrix):
+                    writer.writerow([t, *("" if np.isnan(v) else f"{v:.6f}" for v in row)])
+        matrices = {k: [row[: t + 1].tolist() for t, row in enumerate(m)] for k, m in self.matrices.items()}
+        replace_text(out / "results.json", json.dumps({"summary": self.summary, "matrices": matrices}, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, out: Path) -> RunResult:
+        """The result of a finished run."""
+        try:
+            description = json.loads((out / "run.json").read_text(encoding="utf-8"))
+            content = json.loads((out / "results.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TplError(f"{out} holds no finished run ({error}).") from error
+        matrices = {kind: _square(rows) for kind, rows in content["matrices"].items()}
+        return cls(description, content["summary"], matrices)
+
+
+def summarise(out: Path) -> RunResult:
+    """Put the stages of a run together."""
+    description = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    files = sorted((out / "stages").glob("*.json"))
+    stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    matrices = {kind: _square([stage[kind] for stage in stages]) for kind in KINDS}
+    sizes = description["test_images"]
+    learning = [stage["seconds_learning"] for stage in stages]
+    evaluation = [stage["seconds_evaluation"] for stage in stages]
+    final = stages[-1]
+    summary = {
+        "last": metrics.last(matrices["cil"], sizes),
+        "aia": metrics.average_incremental(matrices["cil"], sizes),
+        "til": metrics.last(matrices["til"], sizes),
+        "tp": metrics.last(matrices["tp"], sizes),
+        "forgetting_classic": metrics.classic_forgetting(matrices["cil"]),
+        "detection": final["detection"],
+        "seconds": sum(learning) + sum(evaluation),
+        "seconds_per_task": sum(learning) / len(learning),
+        "seconds_evaluation": sum(evaluation),
+        "parameters": final["parameters"],
+        "memory_images": final["memory_images"],
+        "memory_bytes": final["memory_bytes"],
+    }
+    return RunResult(description, summary, matrices)
+
+
+def _square(rows: list[list[float]]) -> Matrix:
+    matrix = np.full((len(rows), len(rows)), np.nan)
+    for t, row in enumerate(rows):
+        matrix[t, : len(row)] = row
+    return matrix

@@ -1,0 +1,75 @@
+"""What a person sees while a run works: progress bars with the time left, warnings, stages."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tpl.engine import Event
+
+
+class RunProgress:
+    """A listener that draws one bar a run. Progress goes to stderr: stdout is for results."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console, self.quiet = console, quiet
+        self.progress = Progress(
+            TextColumn("[bold]{task.description:<9}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[doing]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=quiet,
+        )
+        self.bar: TaskID | None = None
+        self.images: list[int] = []
+        self.stage = 0
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Draw one event."""
+        handler = getattr(self, f"_on_{event.kind}", None)
+        if handler is not None:
+            handler(event.data)
+
+    def _on_run(self, data: dict[str, Any]) -> None:
+        self.images, self.stage = data["images"], data["learned"]
+        done = float(sum(self.images[: self.stage]))
+        self.bar = self.progress.add_task(
+            data["method"], total=float(sum(self.images)), completed=done, doing="starting"
+        )
+
+    def _on_prepare(self, data: dict[str, Any]) -> None:
+        self._say(f"task {self.stage + 1}/{len(self.images)}: reading {data['images']} images")
+
+    def _on_epoch(self, data: dict[str, Any]) -> None:
+        share = self.images[self.stage] / data["epochs"]
+        where = f"task {self.stage + 1}/{len(self.images)}"
+        self._say(f"{where}: epoch {data['epoch']}/{data['epochs']}, loss {data['loss']:.3f}", advance=share)
+
+    def _on_warning(self, data: dict[str, Any]) -> None:
+        if not self.quiet:
+            self.console.print(f"[yellow]warning:[/] {data['text']}")
+
+    def _on_stage(self, data: dict[str, Any]) -> None:
+        mean = 100 * sum(data["cil"]) / len(data["cil"])
+        self.stage = data["stage"] + 1
+        self._say(f"after task {self.stage}: {mean:.1f} % on all classes so far")
+
+    def _say(self, text: str, advance: float = 0.0) -> None:
+        if self.bar is not None:
+            self.progress.update(self.bar, doing=text, advance=advance)

@@ -1,0 +1,57 @@
+"""SGD whose final update is gated, weight by weight.
+
+HAT protects old tasks by stopping the weights they use. Gating the raw gradient would not do:
+momentum and weight decay would still move a protected weight. Here the gate multiplies the finished
+update, so a weight with gate 0 keeps its exact bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GatedSGD(torch.optim.Optimizer):
+    """SGD with momentum, weight decay and Nesterov as torch defines them, times a gate."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults)
+        self.gates: dict[Tensor, Tensor] = {}
+
+    def gate(self, parameter: Tensor, gate: Tensor) -> None:
+        """Let `parameter` move by `gate` (1 = freely, 0 = not at all) times its update."""
+        self.gates[parameter] = gate
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad
+                if group["weight_decay"]:
+                    update = update.add(p, alpha=group["weight_decay"])
+                if group["momentum"]:
+                    update = self._momentum(p, update, group["momentum"], group["nesterov"])
+                gate = self.gates.get(p)
+                p.sub_(update if gate is None else update * gate, alpha=group["lr"])
+
+    def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        buffer = self.state[p].get("momentum")
+        if buffer is None:
+            buffer = self.state[p]["momentum"] = update.clone()
+        else:
+            buffer.mul_(momentum).add_(update)
+        return update.add(buffer, alpha=momentum) if nesterov else buffer

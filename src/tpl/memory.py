@@ -1,0 +1,126 @@
+"""The replay memory: a few images of every class, within a budget, balanced and nested.
+
+Each class gets the same quota, floor(budget / classes). A policy ranks a class's images once, when
+the class is learned; what is kept later is always a prefix of that ranking, so the memory after task
+t is a subset of the memory before it. Images are stored losslessly as the encoder will see them
+(shrunk to its resize step where they are larger), and their bytes are counted.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tpl.errors import TplError
+from tpl.stream import ImageSet, Preprocess
+
+# A policy ranks n images of one class, best first. New ones are added here, in one place.
+Policy = Callable[[int, np.random.Generator], np.ndarray]
+
+POLICIES: dict[str, Policy] = {
+    "random": lambda n, rng: rng.permutation(n),  # the paper's
+    "first": lambda n, rng: np.arange(n),  # the public code's: the first images of the data set
+}
+
+
+@dataclass
+class Memory:
+    """Exemplars by class, `budget` of them at most; 0 keeps none."""
+
+    budget: int
+    policy: str = "random"
+    seed: int = 0
+    exemplars: list[list[bytes]] = field(default_factory=list)  # one list of PNG images per class
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise TplError(f"Unknown memory policy '{self.policy}'; there are {', '.join(POLICIES)}.")
+        if self.budget < 0:
+            raise TplError(f"The memory budget must not be negative; got {self.budget}.")
+
+    def __len__(self) -> int:
+        return sum(len(images) for images in self.exemplars)
+
+    @property
+    def bytes_used(self) -> int:
+        """Size of the stored images, encoded."""
+        return sum(len(image) for images in self.exemplars for image in images)
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of every exemplar, in the order of `pixels`."""
+        counts = torch.tensor([len(images) for images in self.exemplars], dtype=torch.long)
+        return torch.arange(len(counts)).repeat_interleave(counts)
+
+    def quotas(self, classes: int) -> list[int]:
+        """How many exemplars each of `classes` classes may keep.
+
+        With fewer places than classes the earliest classes keep one each.
+        """
+        quota = self.budget // classes if classes else 0
+        return [quota or int(c < self.budget) for c in range(classes)]
+
+    def add(self, images: ImageSet, classes: int, preprocess: Preprocess) -> Tensor:
+        """Take up a new task's `classes` classes and shrink the old ones to the new quota.
+
+        Returns which rows of the old memory stayed; they now come first, in the same order.
+        """
+        labels = np.asarray(images.labels)
+        first = len(self.exemplars)
+        quotas = self.quotas(first + classes)
+        fresh = []  # joined at the end: an image that cannot be read leaves the memory as it was
+        for c in range(classes):
+            members = np.flatnonzero(labels == c)
+            rng = np.random.default_rng([self.seed, first + c])
+            ranking = members[POLICIES[self.policy](len(members), rng)]
+            chosen = ranking[: quotas[first + c]]
+            fresh.append([encode(preprocess.shrink(images.load(int(i)))) for i in chosen])
+        ranks = [rank for images_ in self.exemplars for rank in range(len(images_))]
+        limits = [quotas[c] for c, images_ in enumerate(self.exemplars) for _ in images_]
+        self.exemplars += fresh
+        for kept, quota in zip(self.exemplars, quotas, strict=True):
+            del kept[quota:]
+        return torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
+
+    def pixels(self, preprocess: Preprocess) -> Tensor:
+        """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class."""
+        decoded = [preprocess(decode(image)) for images in self.exemplars for image in images]
+        if not decoded:
+            return torch.zeros(0, 3, preprocess.height, preprocess.width, dtype=torch.uint8)
+        return torch.stack(decoded)
+
+    def state(self) -> dict[str, Tensor]:
+        """The exemplars as tensors: all bytes in a row, their lengths, and the count per class."""
+        flat = [image for images in self.exemplars for image in images]
+        return {
+            "bytes": torch.frombuffer(bytearray(b"".join(flat) or b"\0"), dtype=torch.uint8),
+            "lengths": torch.tensor([len(image) for image in flat], dtype=torch.long),
+            "counts": torch.tensor([len(images) for images in self.exemplars], dtype=torch.long),
+        }
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        raw = state["bytes"].numpy().tobytes()
+        ends = state["lengths"].cumsum(0).tolist()
+        flat = [raw[end - length : end] for end, length in zip(ends, state["lengths"].tolist(), strict=True)]
+        bounds = [0, *state["counts"].cumsum(0).tolist()]
+        self.exemplars = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def encode(image: Image.Image) -> bytes:
+    """Lossless PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def decode(data: bytes) -> Image.Image:
+    """The image back, pixel for pixel."""
+    return Image.open(io.BytesIO(data)).convert("RGB")

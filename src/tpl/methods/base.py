@@ -1,0 +1,138 @@
+"""The contract of a method: a way of learning a stream of tasks.
+
+A method is one file in this folder: a `Config` and a `Method` with `@register`. It then shows in
+`tpl list`, runs in benchmarks, and inherits the common checks in `tests/methods/test_common.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpl.config import Config
+from tpl.engine import Compute, Event, Listener, Samples, silent
+from tpl.errors import TplError
+from tpl.memory import Memory
+from tpl.nets import Encoder
+from tpl.state import State
+from tpl.stream import Preprocess, Task
+
+class Method(ABC):
+    """Learns tasks one by one and tells all their classes apart."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str] = ""
+    config_class: ClassVar[type[Config]]
+    cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
+
+    memory: Memory | None = None
+
+    def __init__(self, encoder: Encoder, config: Any, compute: Compute, seed: int = 0) -> None:
+        self.encoder = encoder.to(compute.device)
+        self.config, self.compute, self.seed = config, compute, seed
+        self.preprocess = Preprocess(encoder.data_config)
+        self.task_classes_: list[tuple[str, ...]] = []
+
+    # What a method must say
+
+    @abstractmethod
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Learn one task; `samples` are its training images as the encoder takes them."""
+
+    @abstractmethod
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """log P(class | image) over all classes seen, `[n, classes]`, float64, rows sum to 1.
+
+        `pixels` are uint8 images in the encoder's size. An answer never depends on the rest of the batch.
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """All that was learned."""
+
+    @abstractmethod
+    def load_state(self, state: State) -> None:
+        """Take up what `state` gave. `task_classes_` and the memory are already in place."""
+
+    def parameters(self) -> int:
+        """Size of the network with everything a task keeps, in numbers, without the memory."""
+        trunk = sum(p.numel() for p in self.encoder.parameters())
+        state = self.state()
+        return trunk + sum(t.numel() for part in (state.shared, *state.tasks) for t in part.values())
+
+    # What every method gets
+
+    @property
+    def classes_(self) -> list[str]:
+        """All classes seen, in the order of arrival."""
+        return [c for classes in self.task_classes_ for c in classes]
+
+    @property
+    def task_of_class_(self) -> Tensor:
+        """The number of the task that brought each class."""
+        sizes = torch.tensor([len(classes) for classes in self.task_classes_], dtype=torch.long)
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+    def learn(self, task: Task, listen: Listener = silent) -> None:
+        """Learn one more task. Its classes must be new (a cumulative method starts afresh instead)."""
+        if self.cumulative:
+            self.task_classes_ = []
+        known = set(self.classes_) & set(task.classes)
+        if known:
+            raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must bring new classes only.")
+        counts = np.bincount(np.asarray(task.train.labels), minlength=len(task.classes))
+        empty = [name for name, count in zip(task.classes, counts, strict=True) if count == 0]
+        if empty:
+            raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
+        listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
+        self.learn_task(task, self.samples(task, listen), listen)
+        self.task_classes_.append(task.classes)
+
+    def samples(self, task: Task, listen: Listener) -> Samples:
+        """The task's training images, decoded and resized once, on the compute device."""
+        pixels = self.preprocess.batch(
+            task.train, lambda n: listen(Event("prepare", {"done": n, "images": len(task.train)}))
+        )
+        labels = torch.tensor(np.asarray(task.train.labels), dtype=torch.long)
+        return Samples(pixels.to(self.compute.device), labels.to(self.compute.device))
+
+    def generator(self, purpose: int = 0, task: int | None = None) -> torch.Generator:
+        """Random numbers that depend on the seed, the task's number and the purpose, on nothing else.
+
+        So a run that was interrupted and resumed draws the same numbers as one that was not.
+        """
+        number = len(self.task_classes_) if task is None else task
+        mixed = np.random.SeedSequence([self.seed, number, purpose]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(mixed[0] >> 1))
+
+
+METHODS: dict[str, type[Method]] = {}
+
+
+def register(method: type[Method]) -> type[Method]:
+    """Make a method known by its name."""
+    METHODS[method.name] = method
+    return method
+
+
+def load_methods() -> dict[str, type[Method]]:
+    """All methods: every module in this package registers its own."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return METHODS
+
+
+def find_method(name: str) -> type[Method]:
+    """A method by name, or an error that lists them all."""
+    methods = load_methods()
+    if name not in methods:
+        raise TplError(f"There is no method '{name}'; there are {', '.join(sorted(methods))}.")
+    return methods[name]

@@ -1,0 +1,14 @@
+"""Fine-tuning: train on each new task as if the old ones had never been. The lower bound."""
+
+from __future__ import annotations
+
+from tpl.methods.base import register
+from tpl.methods.network import NetworkMethod
+
+
+@register
+class FineTune(NetworkMethod):
+    """One network, trained on whatever task came last: it forgets."""
+
+    name = "finetune"
+    summary = "plain fine-tuning on each new task; no protection, no memory (the lower bound)"

@@ -1,0 +1,25 @@
+"""Joint training (Non-CL): at every stage a fresh network on all data so far. The upper bound.
+
+Its accuracy at each stage is what the paper's rectified forgetting rate compares with.
+"""
+
+from __future__ import annotations
+
+from tpl.engine import Listener, Samples
+from tpl.methods.base import register
+from tpl.methods.network import NetworkMethod
+from tpl.stream import Task
+
+
+@register
+class Joint(NetworkMethod):
+    """One network trained on all classes at once, anew at every stage. Needs all data."""
+
+    name = "joint"
+    summary = "joint training on all data so far, anew at every stage (the upper bound, Non-CL)"
+    cumulative = True
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Forget everything and train on the union of all tasks."""
+        self.network = self.new_network()
+        super().learn_task(task, samples, listen)

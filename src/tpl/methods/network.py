@@ -1,0 +1,112 @@
+"""One adapted network with one growing head: what the single-model methods share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpl.config import option
+from tpl.engine import Batches, Compute, GatedSGD, Listener, Recipe, Samples, in_batches, train
+from tpl.methods.base import Method
+from tpl.nets import Encoder
+from tpl.state import State
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class NetworkConfig(Recipe):
+    """Options of a method that trains one network with adapters."""
+
+    latent: int = option(64, "hidden units of an adapter", minimum=1)
+    train_norms: bool = option(True, "whether the layer norms are trained along with the adapters")
+
+
+class Network(nn.Module):
+    """Frozen encoder, adapters without masks, layer norms, and a linear head that grows."""
+
+    def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
+        super().__init__()
+        self.trunk = [encoder]  # in a list: the frozen trunk is not part of this module's state
+        self.compute = compute
+        self.adapters = encoder.new_adapters(config.latent, generator)
+        self.norms = nn.Parameter(encoder.new_norms(), requires_grad=config.train_norms)
+        self.head_weight = nn.Parameter(torch.zeros(0, encoder.dim))
+        self.head_bias = nn.Parameter(torch.zeros(0))
+        self.to(compute.device)
+
+    def grow(self, outputs: int, generator: torch.Generator) -> None:
+        """Add head rows for new classes; old rows and biases stay as they are."""
+        dim = self.head_weight.shape[1]
+        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+        self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
+        self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of normalised images over all classes so far."""
+        with self.compute.autocast():
+            z: Tensor = self.trunk[0](images, self.norms, self.adapters)
+        return F.linear(z.float(), self.head_weight, self.head_bias)
+
+
+class CrossEntropy:
+    """Plain cross-entropy over all classes so far."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def loss(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
+        """Cross-entropy of one batch."""
+        return F.cross_entropy(self.network(images), labels)
+
+    def after_backward(self, progress: Tensor) -> None:
+        """Nothing to do."""
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+
+class NetworkMethod(Method):
+    """A method whose whole knowledge is one `Network`."""
+
+    config_class = NetworkConfig
+    config: NetworkConfig
+
+    def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.network = self.new_network()
+
+    def new_network(self) -> Network:
+        """A network that knows no class yet."""
+        return Network(self.encoder, self.config, self.compute, self.generator(0, task=0))
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Grow the head and train everything trainable on the task's data alone."""
+        self.network.grow(len(task.classes), self.generator(1))
+        labels = samples.labels + len(self.classes_)
+        self.fit(Samples(samples.pixels, labels), listen)
+
+    def fit(self, samples: Samples, listen: Listener) -> None:
+        """Cross-entropy training on `samples`, labelled by class number."""
+        config = self.config
+        trainable = [p for p in self.network.parameters() if p.requires_grad]
+        optimiser = GatedSGD(trainable, config.lr, config.momentum, config.weight_decay, config.nesterov)
+        batches = Batches(samples, None, config.batch_size, self.generator(2))
+        train(CrossEntropy(self.network), optimiser, batches, config.epochs, self.preprocess.normalise, listen)
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """Softmax over all classes so far."""
+        logits = in_batches(self.network, pixels, self.compute, self.preprocess.normalise)
+        return logits.double().log_softmax(dim=1)
+
+    def state(self) -> State:
+        """Everything is shared: there is one network."""
+        return State({k: v.detach() for k, v in self.network.state_dict().items()}, [{} for _ in self.task_classes_])
+
+    def load_state(self, state: State) -> None:
+        """Rebuild the network."""
+        self.network = self.new_network()
+        self.network.grow(len(state.shared["head_bias"]), torch.Generator())
+        self.network.load_state_dict(state.shared)

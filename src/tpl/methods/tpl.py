@@ -1,0 +1,195 @@
+"""TPL: class-incremental learning by likelihood-ratio-based task prediction (Lin et al., ICLR 2024).
+
+Training: every task is learned under HAT masks with one more class, `others`, for the replay memory
+(Eq. 2). Inference: each task's model scores an image by a likelihood ratio composed with its maximum
+logit; the scores become P(task | image), and times the within-task probability P(class | image) (Eq. 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.memory import POLICIES, Memory
+from tpl.methods.bank import Bank, HatConfig, Outputs, TaskModel
+from tpl.methods.base import Method, register
+from tpl.nets import Encoder
+from tpl.scores import LikelihoodRatio, RatioConfig
+from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores
+from tpl.state import State
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class TPLConfig(RatioConfig, HatConfig, Recipe):
+    """TPL's options: training, network, score, and what turns scores into probabilities."""
+
+    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
+    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
+    others: str = option(
+        "single", "single: one class for all replayed images (paper); per_class: one each (public code)",
+        ("single", "per_class"),
+    )  # fmt: skip
+    gamma: float = option(0.05, "temperature of P(task | image), Eq. 11", above=0)
+    calibration: str = option("none", "fitted on the memory after every task", CALIBRATIONS)
+
+
+@register
+class TPL(Method):
+    """Likelihood-ratio task prediction over a bank of task models."""
+
+    name = "tpl"
+    summary = "task models under HAT masks, told apart by a likelihood ratio (the paper's method)"
+    paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
+    config_class = TPLConfig
+    config: TPLConfig
+    memory: Memory
+
+    def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.memory = Memory(config.memory, config.memory_policy, seed)
+        self.bank = Bank(self.encoder, config, compute, self.preprocess.normalise, self.generator())
+        self.scores_: list[LikelihoodRatio] = []
+        self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
+        self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train the task's model, keep its statistics, then update memory, kNN banks and calibration."""
+        own = len(task.classes)
+        replay = self._replay(own)
+        outputs = own
+        if replay is not None:
+            outputs += 1 if self.config.others == "single" else len(self.classes_)
+        self.bank.learn(samples, replay, own, outputs, self.config, self.generator(1), listen)
+        z, logits = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
+        self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
+        kept = self.memory.add(task.train, own, self.preprocess)
+        self._see_memory(kept)
+        self._use_memory([*self.task_classes_, task.classes], calibrate=True)
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """log P(class | image), Eq. 3, by asking every task."""
+        return self.log_probabilities_of(self.outputs(pixels))
+
+    # The same in two steps, so that outputs that cannot change need not be computed again
+
+    @property
+    def outputs_are_final(self) -> bool:
+        """Whether a task's outputs on an image stay the same for ever."""
+        return self.config.masks == "binary"
+
+    def outputs(self, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
+        """Every task's features and logits; those already `known` are not computed again."""
+        known = known or []
+        return known + [self.bank.outputs(pixels, t) for t in range(len(known), len(self.bank.tasks))]
+
+    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+        """S_TPL of every task before calibration, `[n, tasks]`."""
+        return torch.stack([s.score_features(*o) for s, o in zip(self.scores_, outputs, strict=True)], dim=1)
+
+    def log_probabilities_of(self, outputs: list[Outputs]) -> Tensor:
+        """log P(class | image) from every task's outputs."""
+        scores = self.task_scores(outputs)
+        within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
+        task_of_class = self.task_of_class_.to(scores.device)
+        if self.calibration_ is None or self.config.calibration == "none":
+            return within + (scores / self.config.gamma).log_softmax(dim=1)[:, task_of_class]
+        scale, shift = self.calibration_
+        if self.config.calibration == "score":
+            scores = scores * scale + shift
+            return within + (scores / self.config.gamma).log_softmax(dim=1)[:, task_of_class]
+        raw = scale[task_of_class] * within.exp() * scores[:, task_of_class] + shift[task_of_class]
+        return raw.log_softmax(dim=1)
+
+    def rescore(self, **changes: Any) -> None:
+        """Change score, temperature or calibration of the trained model; nothing is trained anew."""
+        self.config = self.config.replace(**changes)
+        self.scores_ = [LikelihoodRatio(self.config).load_state(s.state()) for s in self.scores_]
+        self._use_memory(self.task_classes_, calibrate=True)
+
+    # Memory, calibration, storage
+
+    def _replay(self, own: int) -> Samples | None:
+        labels = self.memory.labels
+        if not len(labels):
+            return None
+        labels = torch.full_like(labels, own) if self.config.others == "single" else labels + own
+        device = self.compute.device
+        return Samples(self.memory.pixels(self.preprocess).to(device), labels.to(device))
+
+    def _see_memory(self, kept: Tensor) -> None:
+        """Show the memory to every task's model; `kept` are the rows that were there before.
+
+        What an old model said of an old exemplar stays true where outputs are final.
+        """
+        pixels = self.memory.pixels(self.preprocess)
+        if self.outputs_are_final:
+            rows = kept.to(self.compute.device)
+            fresh = pixels[len(kept) :]
+            for t, seen in enumerate(self.memory_outputs_):
+                new = self.bank.outputs(fresh, t)
+                self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(seen, new, strict=True)))
+        else:
+            self.memory_outputs_ = []
+        self.memory_outputs_ = self.outputs(pixels, known=self.memory_outputs_)
+
+    def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
+        """Give every score the others' memory, and calibrate on it: both change with every task."""
+        sizes = torch.tensor([len(classes) for classes in task_classes])
+        task_of_class = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.compute.device)
+        labels = self.memory.labels.to(self.compute.device)
+        tasks = task_of_class[labels]
+        for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
+            mine = tasks == t
+            score.refresh(seen.features[mine], seen.features[~mine], labels[~mine])
+        if calibrate:
+            wanted = self.config.calibration != "none" and len(sizes) > 1 and len(labels) > 0
+            self.calibration_ = self._calibrate(labels, tasks, task_of_class) if wanted else None
+
+    def _calibrate(self, labels: Tensor, tasks: Tensor, task_of_class: Tensor) -> Tensor:
+        columns = []
+        for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
+            # A sample of another task is itself in this task's kNN bank: it must not find itself.
+            place = torch.cumsum(tasks != t, dim=0) - 1
+            skip = torch.where(tasks != t, place, -1)
+            columns.append(score.score_features(seen.features, seen.logits, skip))
+        scores = torch.stack(columns, dim=1)
+        if self.config.calibration == "score":
+            return calibrate_scores(scores, tasks)
+        within = torch.cat([seen.logits.double().softmax(dim=1) for seen in self.memory_outputs_], dim=1)
+        return calibrate_probabilities(within, scores, task_of_class, labels, self.generator(2, len(self.bank.tasks)))
+
+    def state(self) -> State:
+        """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
+        shared = {f"adapters.{k}": v.detach() for k, v in self.bank.adapters.state_dict().items()}
+        for t, seen in enumerate(self.memory_outputs_):
+            shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = seen
+        if self.calibration_ is not None:
+            shared["calibration"] = self.calibration_
+        tasks = []
+        for model, score in zip(self.bank.tasks, self.scores_, strict=True):
+            own = {k: v.detach() for k, v in model.state_dict().items()}
+            tasks.append(own | {f"score.{k}": v for k, v in score.state().items()})
+        return State(shared, tasks)
+
+    def load_state(self, state: State) -> None:
+        """Rebuild bank, scores and calibration; nothing is computed through the encoder."""
+        device = self.compute.device
+        prefix = "adapters."
+        adapters = {k.removeprefix(prefix): v for k, v in state.shared.items() if k.startswith(prefix)}
+        self.bank.adapters.load_state_dict(adapters)
+        self.memory_outputs_ = []
+        for t, (own, classes) in enumerate(zip(state.tasks, self.task_classes_, strict=True)):
+            parts = (own[k] for k in ("embedding", "norms", "head_weight", "head_bias"))
+            self.bank.add(TaskModel(*parts, own=len(classes)))
+            learned = {k.removeprefix("score."): v.to(device) for k, v in own.items() if k.startswith("score.")}
+            self.scores_.append(LikelihoodRatio(self.config).load_state(learned))
+            seen = (state.shared[f"memory.{t}.{k}"].to(device) for k in ("features", "logits"))
+            self.memory_outputs_.append(Outputs(*seen))
+        self.calibration_ = state.shared["calibration"].to(device) if "calibration" in state.shared else None
+        self._use_memory(self.task_classes_, calibrate=False)

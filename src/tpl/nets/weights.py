@@ -1,0 +1,127 @@
+"""Encoders by name, weights from timm, from a local file or from the package, each with its hash."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import as_file
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.data import resolve_data_config
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from tpl.errors import TplError
+from tpl.nets import compact
+from tpl.nets.encoder import Encoder
+
+# The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
+ENCODERS: dict[str, str] = {
+    compact.NAME: "ViT for 32 px, 1.3 M parameters, CIFAR-100 pre-training; ships with the package, needs no download",
+    "vit_tiny_patch16_224": "ViT-Ti/16, ImageNet-21k to 1k, supervised",
+    "vit_small_patch16_224": "ViT-S/16, ImageNet-21k to 1k, supervised",
+    "deit_tiny_patch16_224": "DeiT-Ti/16, ImageNet-1k, supervised",
+    "deit_small_patch16_224": "DeiT-S/16, ImageNet-1k, supervised (the paper's TPL_PFI rows)",
+    "vit_small_patch16_224.dino": "ViT-S/16, ImageNet-1k, self-supervised DINO",
+    "vit_base_patch16_224.mae": "ViT-B/16, ImageNet-1k, self-supervised MAE",
+}
+
+
+class EncoderError(TplError):
+    """The encoder or its weights cannot be had as asked."""
+
+
+def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) -> Encoder:
+    """The frozen encoder `name` with its pre-trained weights.
+
+    `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm
+    downloads the weights it knows under that name, and `compact` takes those in the package.
+    """
+    if name == compact.NAME:
+        model: Any = compact.create_compact()
+        data_config = dict(compact.DATA_CONFIG)
+        if weights is None:
+            with as_file(compact.WEIGHTS) as file:
+                return _from_file(name, model, data_config, file, remembered=None)
+        return _from_file(name, model, data_config, Path(weights), remembered=Path(weights))
+    if weights is not None:
+        model = _create(name, pretrained=False)
+        path = Path(weights)
+        return _from_file(name, model, resolve_data_config(model=model), path, remembered=path)
+    try:
+        model = _create(name, pretrained=True)
+    except EncoderError:
+        raise
+    except Exception as error:
+        raise EncoderError(
+            f"The weights of '{name}' could not be downloaded ({type(error).__name__}). Two ways out: "
+            f"connect to the network once so that timm can fetch them, or pass a local file with "
+            f"--weights FILE. Without either, --encoder {compact.NAME} needs no download."
+        ) from error
+    digest = _hash_tensors(model.state_dict())
+    return Encoder(model, name, digest, resolve_data_config(model=model), weights=None)
+
+
+def _create(name: str, pretrained: bool) -> VisionTransformer:
+    if not timm.is_model(name.split(".")[0]):
+        near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5])
+        raise EncoderError(f"timm knows no encoder '{name}'. Known here: {', '.join(ENCODERS)}. In timm: {near}, ...")
+    model = timm.create_model(name, pretrained=pretrained, num_classes=0)
+    if not isinstance(model, VisionTransformer):
+        raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")
+    return model
+
+
+def _from_file(
+    name: str, model: VisionTransformer, data_config: dict[str, Any], file: Path, remembered: Path | None
+) -> Encoder:
+    state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if missing or unexpected:
+        detail = "; ".join(
+            f"{what}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}"
+            for what, keys in (("missing", missing), ("unexpected", unexpected))
+            if keys
+        )
+        raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).")
+    return Encoder(model, name, hash_file(file), data_config, weights=remembered)
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """Tensors by name from safetensors or a torch state dict; never executes pickled code."""
+    if not file.is_file():
+        raise EncoderError(f"There is no weight file {file}.")
+    try:
+        if file.suffix == ".safetensors":
+            state: Any = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
+        raise EncoderError(f"{file} cannot be read as weights: {error}") from error
+    except Exception as error:  # torch's UnpicklingError: the file asks for more than tensors
+        raise EncoderError(f"{file} holds more than tensors and was not loaded; save it as safetensors.") from error
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]  # checkpoints of the DeiT family wrap the state dict
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise EncoderError(f"{file} is no plain state dict: it must map names to tensors.")
+    return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+
+
+def hash_file(file: Path) -> str:
+    """sha256 of a file, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash_tensors(state: dict[str, Tensor]) -> str:
+    """sha256 over names, shapes and bytes, for weights that did not come as one file."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""Matplotlib figures as SVG elements that take on the colours and fonts of the page around them.
+
+Text and axes use `currentColor`, lines the CSS variables `--series-1` and so on (with a colour to fall
+back on), so one figure reads on light and dark pages. Fonts are the page's. Output is deterministic, and
+all ids start with the figure's own `ident`, so many figures fit in one page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from xml.etree import ElementTree
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Colours that colour-blind readers can tell apart, dark enough for white paper; pages may override them.
+SERIES = ("#0067a5", "#bf4a0b", "#007a5a", "#93428f", "#7d6200", "#a5243d")
+
+# What to draw with: these stand for the page's colours until the SVG is written.
+INK = "#010203"
+SERIES_INK = tuple(f"#04050{n}" for n in range(len(SERIES)))
+
+_PAGE_COLOURS = {INK: "currentColor"} | {
+    ink: f"var(--series-{n}, {colour})" for n, (ink, colour) in enumerate(zip(SERIES_INK, SERIES, strict=True), 1)
+}
+_NAMESPACE = "http://www.w3.org/2000/svg"
+_HREF = "{http://www.w3.org/1999/xlink}href"
+
+
+def blank(width: float, height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+    """A transparent figure with one plain pair of axes; its units are pixels at its natural size."""
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
+    for part in (figure, axes):
+        part.patch.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0, labelsize=11, pad=6)
+    return figure, axes
+
+
+def to_svg(figure: Figure, ident: str, label: str) -> str:
+    """The figure as one <svg> element, ready to stand in a page; `label` says in words what it shows."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": ident}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the page's fonts draw the text, not matplotlib's
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    root = ElementTree.fromstring(buffer.getvalue())
+    _clean(root, ident)
+    width, height = (72 * float(size) for size in figure.get_size_inches())
+    root.attrib.clear()
+    root.attrib |= {
+        "viewBox": f"0 0 {width:g} {height:g}",
+        "role": "img",
+        "aria-label": label,
+        "style": f"max-width: {width:g}px; stroke-linejoin: round",
+    }
+    ElementTree.register_namespace("", _NAMESPACE)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _clean(root: ElementTree.Element, ident: str) -> None:
+    """Keep what draws: no metadata, no style that would leak into the page, only ids that are used."""
+    links = {link for element in root.iter() for link in _links(element)}
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_NAMESPACE}}}metadata", f"{{{_NAMESPACE}}}style"):
+                parent.remove(child)
+        if parent.tag != f"{{{_NAMESPACE}}}text":
+            parent.text = None
+        parent.tail = None
+    for element in root.iter():
+        attributes = element.attrib
+        name = attributes.pop("id", None)
+        if name in links:
+            attributes["id"] = f"{ident}-{name}"
+        if _HREF in attributes:
+            attributes["href"] = f"#{ident}-{attributes.pop(_HREF)[1:]}"
+        for key in ("clip-path", "style", "fill", "stroke"):
+            if key in attributes:
+                attributes[key] = _restyle(attributes[key], ident)
+    _drop_empty(root)
+
+
+def _links(element: ElementTree.Element) -> list[str]:
+    found = [match for value in element.attrib.values() for match in re.findall(r"url\(#([^)]+)\)", value)]
+    return found + ([element.attrib[_HREF][1:]] if _HREF in element.attrib else [])
+
+
+def _restyle(text: str, ident: str) -> str:
+    """The page's colours, fonts and ids in a style."""
+    text = re.sub(r"font-family: [^;]*;?\s*", "", text)
+    text = re.sub(r"font: (?:(\w+) )?([\d.]+)px [^;]*", _font, text)
+    for ink, colour in _PAGE_COLOURS.items():
+        text = text.replace(ink, colour)
+    return text.replace("url(#", f"url(#{ident}-")
+
+
+def _font(match: re.Match[str]) -> str:
+    return f"font-size: {match[2]}px" + ("; font-weight: 600" if match[1] in ("bold", "700") else "")
+
+
+def _drop_empty(element: ElementTree.Element) -> None:
+    for child in list(element):
+        _drop_empty(child)
+        if len(child) == 0 and child.tag in (f"{{{_NAMESPACE}}}g", f"{{{_NAMESPACE}}}defs"):
+            element.remove(child)

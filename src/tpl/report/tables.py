@@ -1,0 +1,126 @@
+"""The comparison of runs as rows, for the page, Markdown and the terminal alike."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tpl.bench.results import RunResult
+from tpl.errors import TplError
+from tpl.report.columns import ACCURACY, COLUMNS, FORGETTING, Column
+
+Row = dict[str, Any]
+
+LOWER, CONTINUAL, UPPER = "lower bound", "continual", "upper bound"
+_ROLES = {"finetune": LOWER, "joint": UPPER}  # every other method takes part in the contest
+_ORDER = (LOWER, CONTINUAL, UPPER)
+ABSENT = "\N{EN DASH}"
+# Left out first where a terminal is too narrow.
+_DISPENSABLE = (
+    "memory_bytes",
+    "seconds_per_task",
+    "forgetting_classic",
+    "parameters",
+    "memory_images",
+    "til",
+)
+
+
+def role(name: str, run: RunResult, joint: str | None = None) -> str:
+    """Whether a run bounds the others or competes with them."""
+    return UPPER if name == joint else _ROLES.get(str(run.description.get("method")), CONTINUAL)
+
+
+def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> list[Row]:
+    """One row a run, raw numbers or None: first lower bounds, then continual methods, then upper bounds."""
+    if joint is not None and joint not in runs:
+        raise TplError(f"There is no run '{joint}' to compare with; there are {', '.join(runs) or 'none'}.")
+    rows = []
+    for name, run in runs.items():
+        values = dict(run.summary)
+        if joint is not None and name != joint:
+            values |= run.against(runs[joint])
+        row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run, joint)}
+        rows.append(row | {column.key: _number(values.get(column.key)) for column in COLUMNS})
+    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def columns_of(rows: Sequence[Row]) -> list[Column]:
+    """The columns for which at least one run has a number."""
+    return [column for column in COLUMNS if any(row[column.key] is not None for row in rows)]
+
+
+def cell(row: Row, column: Column) -> str:
+    """A number as every table shows it."""
+    value = row[column.key]
+    return ABSENT if value is None else column.show(value)
+
+
+def best(rows: Sequence[Row], column: Column) -> set[str]:
+    """The winners of a column, if two continual methods compete. What is shown as equal is equal."""
+    values = {row["name"]: row for row in rows if row["role"] == CONTINUAL and row[column.key] is not None}
+    if not column.better or len(values) < 2:
+        return set()
+    winner = max(values.values(), key=lambda row: column.better * row[column.key])
+    return {name for name, row in values.items() if cell(row, column) == cell(winner, column)}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, the best continual values bold."""
+    columns = columns_of(rows)
+    unit = {ACCURACY: " (%)", FORGETTING: " forgetting (points)"}
+    titles = [column.title + unit.get(column.group, "") for column in columns]
+    lines = [["Method", *titles], [":--", *("--:" for _ in columns)]]
+    winners = {column.key: best(rows, column) for column in columns}
+    for row in rows:
+        name = " ".join(str(row["name"]).split()).replace("\\", "\\\\").replace("|", "\\|")
+        cells = [name if row["role"] == CONTINUAL else f"{name} ({row['role']})"]
+        for column in columns:
+            text = cell(row, column)
+            cells.append(f"**{text}**" if row["name"] in winners[column.key] else text)
+        lines.append(cells)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None = None) -> Table:
+    """The rows as a table for the terminal, the best continual values bold, the bounds dim.
+
+    Where `width` (in characters) is too small for all, the least telling columns are left out.
+    """
+    columns = columns_of(rows)
+    table = _rich_table(rows, columns, title)
+    ample = Console(width=10_000, file=io.StringIO())
+    for key in _DISPENSABLE:
+        if width is None or ample.measure(table).maximum <= width:
+            break
+        columns = [column for column in columns if column.key != key]
+        table = _rich_table(rows, columns, title)
+    return table
+
+
+def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> Table:
+    winners = {column.key: best(rows, column) for column in columns}
+    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold")
+    table.add_column("\nMethod", overflow="fold", min_width=8)
+    for column in columns:
+        table.add_column(column.short, justify="right", no_wrap=True)
+    for row in rows:
+        bound = row["role"] != CONTINUAL
+        name = Text(str(row["name"]))
+        if bound:
+            name.append(f"\n({row['role'].split()[0]})", style="italic")
+        cells = [Text(cell(row, c), style="bold" if row["name"] in winners[c.key] else "") for c in columns]
+        table.add_row(name, *cells, style="dim" if bound else "")
+    return table
+
+
+def _number(value: Any) -> float | None:
+    """A finite number or None, so that no table ever shows a NaN."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

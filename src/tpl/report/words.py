@@ -1,0 +1,83 @@
+"""What a page says in words about its runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpl.report.columns import percent
+from tpl.report.tables import CONTINUAL, LOWER, UPPER, Row
+
+_FACTS = {"benchmark": "Benchmark", "encoder": "Encoder", "order": "Class order", "seed": "Seed"}
+
+
+def lead(classes: Sequence[Sequence[str]]) -> str:
+    """What was done, in one sentence."""
+    sizes = sorted({len(names) for names in classes})
+    total = _count(sum(len(names) for names in classes), "class", "classes")
+    if len(classes) == 1:
+        return f"{total} in a single task: a method must tell them apart."
+    each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return (
+        f"{total} arrive in {len(classes)} tasks of {each}, one task after the other; after each, a "
+        "method must tell apart all classes so far, without being told which task an image comes from and, "
+        "replay memory aside, without seeing the images of earlier tasks again."
+    )
+
+
+def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The result in a sentence: pieces of text, each with the emphasis it gets."""
+    measured = [row for row in rows if row["last"] is not None]
+    found = {role: [row for row in measured if row["role"] == role] for role in (LOWER, CONTINUAL, UPPER)}
+    if not found[CONTINUAL]:
+        return []
+    winner = max(found[CONTINUAL], key=lambda row: float(row["last"]))
+    start = "After the final task " + ("the best, " if len(found[CONTINUAL]) > 1 else "")
+    pieces = [
+        (start, ""),
+        (str(winner["name"]), "strong"),
+        (", names " if len(found[CONTINUAL]) > 1 else " names ", ""),
+        (f"{percent(winner['last'])} %", "strong"),
+        (" of the test images correctly", ""),
+    ]
+    others = [
+        f"{phrase} {percent(found[role][0]['last'])} %"
+        for role, phrase in (
+            (UPPER, "joint training on all data, the upper bound, reaches"),
+            (LOWER, "plain fine-tuning, the lower bound, reaches"),
+        )
+        if found[role]
+    ]
+    return [*pieces, (f"; {' and '.join(others)}." if others else ".", "")]
+
+
+def facts(descriptions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What all runs have in common."""
+    common = {}
+    for key, label in _FACTS.items():
+        values = {fact(description, key) for description in descriptions}
+        if len(values) == 1 and values != {""}:
+            common[label] = values.pop()
+    images = ("Test images", f"{sum(descriptions[0]['test_images']):,}")
+    return [images, *common.items()]
+
+
+def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before comparing the numbers."""
+    found = []
+    if any(description.get("validation") for description in descriptions):
+        found.append("Measured on images held out from the training data, not on the test set.")
+    if len({json.dumps(description.get("data"), sort_keys=True) for description in descriptions}) > 1:
+        found.append("The runs did not use the same images; their numbers are not strictly comparable.")
+    return found
+
+
+def fact(description: Mapping[str, Any], key: str) -> str:
+    """One entry of run.json in a word; an encoder's is its name."""
+    value = description.get(key)
+    return str(value.get("name", "")) if isinstance(value, dict) else "" if value is None else str(value)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

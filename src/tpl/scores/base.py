@@ -1,0 +1,40 @@
+"""The contract of a score: how much does a feature look like this task's? Higher means more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+
+class Score(ABC):
+    """A pure function of features and logits, fitted on one task.
+
+    Works on plain tensors, so it is tested without a network. What `fit_features` learns ends in an
+    underscore; `state` collects it for storage.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
+        """Learn from a task's features `[n, d]`, own-class logits `[n, c]` and labels `[n]`.
+
+        `others` are features of other tasks' replay samples under this task's model.
+        """
+
+    @abstractmethod
+    def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
+        """One score per row, `[n]`, float64."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What was learned, by name."""
+        return {k: v for k, v in vars(self).items() if k.endswith("_") and isinstance(v, Tensor)}
+
+    def load_state(self, state: dict[str, Tensor]) -> Self:
+        """Take up what `state` gave."""
+        for key, value in state.items():
+            setattr(self, key, value)
+        return self

@@ -1,0 +1,53 @@
+"""Making the outputs of separately trained task models comparable (paper, appendix on calibration).
+
+Both readings fit one scale and one shift per task on the replay memory, after every task:
+
+- "score": w_t S_t + b_t, cross-entropy over *tasks*, full batch, 100 steps (the public code);
+- "probability": sigma1_t * softmax(f_t)_j * S_t + sigma2_t, cross-entropy over *classes*, batches
+  of 64, 100 epochs (the paper's text). These outputs are no probabilities, so cross-entropy takes
+  them as logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CALIBRATIONS = ("none", "score", "probability")
+STEPS = 100
+BATCH = 64
+
+
+def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
+    """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`."""
+    with torch.enable_grad():
+        affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
+        affine.requires_grad_(True)
+        optimiser = torch.optim.SGD([affine], lr=0.01, momentum=0.8)
+        for _ in range(STEPS):
+            optimiser.zero_grad()
+            F.cross_entropy(affine[0] * scores + affine[1], tasks).backward()
+            optimiser.step()
+    return affine.detach()
+
+
+def calibrate_probabilities(
+    within: Tensor, scores: Tensor, task_of_class: Tensor, classes: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Scale and shift per task, `[2, T]`, for class outputs `within * score`.
+
+    `within` `[n, classes]` holds each class's probability inside its own task.
+    """
+    base = within * scores[:, task_of_class]
+    with torch.enable_grad():
+        affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
+        affine.requires_grad_(True)
+        optimiser = torch.optim.SGD([affine], lr=0.01, momentum=0.9)
+        for _ in range(STEPS):
+            for rows in torch.randperm(len(base), generator=generator).to(base.device).split(BATCH):
+                optimiser.zero_grad()
+                per_class = affine[:, task_of_class]
+                F.cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows]).backward()
+                optimiser.step()
+    return affine.detach()

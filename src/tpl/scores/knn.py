@@ -1,0 +1,64 @@
+"""kNN: distance from a feature to the k-th nearest of a set of features, on the unit sphere."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.scores.base import Score
+
+BLOCK = 4096  # rows compared at a time, so that no n x n intermediate appears
+
+
+class NearestNeighbours(Score):
+    """S(x) = -d_k(z), the k-th nearest neighbour's distance in a bank of unit features.
+
+    `distance="l2"` is the paper's Euclidean norm, "squared" the public code's. `k` is clipped to the
+    size of the bank; without a bank the distance is 0 for every image.
+    """
+
+    name = "knn"
+    summary = "distance to the k-th nearest stored feature"
+
+    bank_: Tensor
+
+    def __init__(self, k: int = 5, distance: str = "l2") -> None:
+        self.k, self.distance = k, distance
+
+    def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
+        """Keep the task's own features as the bank."""
+        return self.remember(z)
+
+    def remember(self, bank: Tensor) -> Self:
+        """Keep any features as the bank, e.g. those of other tasks' replay samples."""
+        self.bank_ = F.normalize(bank.double(), dim=1)
+        return self
+
+    def distances(self, z: Tensor, skip: Tensor | None = None) -> Tensor:
+        """d_k per row, `[n]`. `skip[i]`, where not negative, is a row of the bank that i must not see.
+
+        A sample that is itself in the bank would find itself at distance zero; `skip` leaves it out.
+        """
+        if len(self.bank_) == 0:
+            return z.new_zeros(len(z), dtype=torch.float64)
+        z = F.normalize(z.double(), dim=1)
+        k = min(self.k, len(self.bank_))
+        parts = []
+        for start in range(0, len(z), BLOCK):
+            block = z[start : start + BLOCK]
+            squared = (2 - 2 * block @ self.bank_.T).clamp_min(0)
+            if skip is not None:
+                rows = torch.nonzero(skip[start : start + BLOCK] >= 0).squeeze(1)
+                # With a bank of one, the sample itself is all there is.
+                squared[rows, skip[start + rows]] = torch.inf if len(self.bank_) > 1 else 0.0
+            nearest = squared.topk(k, dim=1, largest=False).values
+            parts.append(torch.where(nearest.isfinite(), nearest, 0).amax(dim=1))
+        squared = torch.cat(parts) if parts else z.new_zeros(0)
+        return squared if self.distance == "squared" else squared.sqrt()
+
+    def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
+        """-d_k."""
+        return -self.distances(z)

@@ -1,0 +1,140 @@
+"""TPL's score: a likelihood ratio in feature space, composed with a logit score (paper, Sec. 4.2).
+
+    LR    = beta2 * S_MD + d_kNN(z, others)                                        Eq. 7
+    S_TPL = log(exp(beta1 * S_MLS) + exp(LR))            compose="or", Eq. 9
+    S_TPL = -log(exp(-beta1 * S_MLS) + exp(-LR))         compose="and", the paper's pseudo-code
+
+beta1 and beta2 are the inverse means of the two scores on the task's training data (Eq. 10). Every
+part can be exchanged, so that the paper's ablations are choices made at evaluation time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tpl.config import Config, option
+from tpl.errors import TplError
+from tpl.scores.base import Score
+from tpl.scores.knn import NearestNeighbours
+from tpl.scores.logits import Energy, LogitScore, MaxLogit, MaxSoftmax
+from tpl.scores.mahalanobis import Mahalanobis
+
+LOGITS: dict[str, type[LogitScore]] = {s.name: s for s in (MaxLogit, MaxSoftmax, Energy)}
+
+
+@dataclass(frozen=True)
+class RatioConfig(Config):
+    """The choices in TPL's score; all can be changed on a trained model."""
+
+    logit: str = option("mls", "logit score; none leaves the likelihood ratio alone", (*LOGITS, "none"))
+    in_task: str = option(
+        "md", "E_t: md, or knn over the task's own memory; none leaves the logit score alone", ("md", "knn", "none")
+    )
+    out_of_task: str = option("knn", "E_tc, over other tasks' memory", ("knn", "md", "constant"))
+    compose: str = option("or", "or: soft maximum, Eq. 9; and: soft minimum, the pseudo-code", ("or", "and"))
+    distance: str = option("l2", "l2: the paper's; squared: the public code's", ("l2", "squared"))
+    k: int = option(5, "which neighbour counts in kNN", minimum=1)
+    beta1: float | None = option(None, "scale of the logit score; none: inverse mean on the training data, Eq. 10")
+    beta2: float | None = option(None, "scale of the MD score; none: inverse mean on the training data, Eq. 10")
+    shrinkage: str = option(
+        "auto", "covariance of MD; auto: none (the paper's) where samples abound, else oas", ("auto", "none", "oas")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logit == "none" and self.in_task == "none":
+            raise TplError("A score needs at least one part: logit and in_task cannot both be none.")
+
+
+class LikelihoodRatio(Score):
+    """TPL's score of one task, put together from its parts."""
+
+    name = "tpl"
+    summary = "likelihood ratio (MD against kNN over other tasks' memory) composed with the maximum logit"
+
+    means_: Tensor
+    whitening_: Tensor
+    scales_: Tensor
+
+    def __init__(self, config: RatioConfig | None = None) -> None:
+        self.config = config or RatioConfig()
+        self.centres = Mahalanobis(self.config.shrinkage)
+        self.own = NearestNeighbours(self.config.k, self.config.distance)
+        self.others = NearestNeighbours(self.config.k, self.config.distance)
+        self.others_centres: Mahalanobis | None = None
+        self.others_scale = 1.0
+
+    def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
+        """Statistics of the task: centres, covariance, and the mean of every score (Eq. 10)."""
+        self.centres.fit_features(z, logits, y)
+        self.means_, self.whitening_ = self.centres.means_, self.centres.whitening_
+        parts = [positive_mean(score().score_features(z, logits)) for score in LOGITS.values()]
+        parts.append(positive_mean(self.centres.score_features(z, logits)))
+        self.scales_ = torch.stack(parts)
+        nobody = z[:0]
+        return self.refresh(own=nobody, others=nobody if others is None else others)
+
+    def refresh(self, own: Tensor, others: Tensor, others_y: Tensor | None = None) -> Self:
+        """Take up the memory as it is now, seen by this task's model: its own and everyone else's."""
+        self.own.remember(own)
+        self.others.remember(others)
+        self.others_centres = None
+        if self.config.out_of_task == "md" and len(others):
+            labels = torch.zeros(len(others), dtype=torch.long) if others_y is None else others_y
+            labels = labels.unique(return_inverse=True)[1].to(others.device)
+            self.others_centres = Mahalanobis(self.config.shrinkage).fit_features(others, others, labels)
+            self.others_scale = float(1 / positive_mean(self.others_centres.score_features(others, others)))
+        return self
+
+    def score_features(self, z: Tensor, logits: Tensor, skip_others: Tensor | None = None) -> Tensor:
+        """S_TPL per row. `skip_others` names rows of the memory that are the sample itself."""
+        if self.config.in_task == "none":
+            return self.logit_part(z, logits)
+        ratio = self.in_task_part(z, logits) - self.out_of_task_part(z, skip_others)
+        if self.config.logit == "none":
+            return ratio
+        logit = self.logit_part(z, logits)
+        if self.config.compose == "or":
+            return torch.logaddexp(logit, ratio)  # Eq. 9
+        return -torch.logaddexp(-logit, -ratio)  # pseudo-code
+
+    def logit_part(self, z: Tensor, logits: Tensor) -> Tensor:
+        """beta1 * S_logit."""
+        position = list(LOGITS).index(self.config.logit)
+        beta = self.config.beta1 if self.config.beta1 is not None else 1 / self.scales_[position]
+        return beta * LOGITS[self.config.logit]().score_features(z, logits)
+
+    def in_task_part(self, z: Tensor, logits: Tensor) -> Tensor:
+        """E_t: beta2 * S_MD, or minus the distance to the task's own memory."""
+        if self.config.in_task == "knn":
+            return self.own.score_features(z, logits)
+        beta = self.config.beta2 if self.config.beta2 is not None else 1 / self.scales_[-1]
+        return beta * self.centres.score_features(z, logits)
+
+    def out_of_task_part(self, z: Tensor, skip: Tensor | None = None) -> Tensor:
+        """E_tc: minus the distance to other tasks' memory, their MD score, or nothing."""
+        if self.config.out_of_task == "md" and self.others_centres is not None:
+            return self.others_scale * self.others_centres.score_features(z, z)
+        if self.config.out_of_task == "knn":
+            return -self.others.distances(z, skip)
+        return z.new_zeros(len(z), dtype=torch.float64)
+
+    def load_state(self, state: dict[str, Tensor]) -> Self:
+        """Statistics from storage; `refresh` brings the memory."""
+        super().load_state(state)
+        self.centres.means_, self.centres.whitening_ = self.means_, self.whitening_
+        nobody = self.means_[:0]
+        return self.refresh(nobody, nobody)
+
+
+def positive_mean(score: Tensor) -> Tensor:
+    """The mean that scales a score to 1; where it is not positive, the mean magnitude.
+
+    Dividing by a negative mean would turn the score around: less likely would look more likely.
+    """
+    mean = score.double().mean()
+    return torch.where(mean > 0, mean, score.double().abs().mean()).clamp_min(1e-12)

@@ -1,0 +1,36 @@
+"""Images, tasks and data sets: everything a learner sees arrives through here."""
+
+from tpl.stream.decoding import MAX_PIXELS, decode, to_rgb
+from tpl.stream.errors import DataError, TaskClosed, UnreadableImage
+from tpl.stream.fingerprint import fingerprint
+from tpl.stream.files import FileImages, is_image_name
+from tpl.stream.images import ArrayImages, ImageSet, concatenate
+from tpl.stream.layouts import Source, image_folder
+from tpl.stream.orders import class_order
+from tpl.stream.preprocess import Preprocess
+from tpl.stream.sources import download_root, load_source
+from tpl.stream.task import Stream, Task, split
+
+__all__ = [
+    "MAX_PIXELS",
+    "ArrayImages",
+    "DataError",
+    "FileImages",
+    "ImageSet",
+    "Preprocess",
+    "Source",
+    "Stream",
+    "Task",
+    "TaskClosed",
+    "UnreadableImage",
+    "class_order",
+    "concatenate",
+    "decode",
+    "download_root",
+    "fingerprint",
+    "image_folder",
+    "is_image_name",
+    "load_source",
+    "split",
+    "to_rgb",
+]

@@ -1,0 +1,110 @@
+"""Turns the bytes of an image file, in whatever mode it was saved, into an upright 8-bit RGB picture."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tpl.stream.errors import UnreadableImage
+
+# Twice Pillow's own warning level: half a gigabyte once decoded to RGB.
+MAX_PIXELS = 178_956_970
+# A thinner strip would grow to hundreds of megabytes when its short side is resized to an encoder's input.
+MAX_ASPECT = 200
+# Only these decoders may run, whatever a file's name says (Pillow would start Ghostscript for an EPS file).
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+_ORIENTATION = 0x0112
+
+
+def decode(data: bytes, name: str) -> Image.Image:
+    """The picture in `data` as RGB; of an animation, the first frame. `name` is what error messages call it."""
+    if not data:
+        raise UnreadableImage(f"{name} is empty (0 bytes): restore or remove the file.")
+    try:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            _check_size(image, name)
+            image.load()
+            return to_rgb(_upright(image))
+    except UnreadableImage:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(name) from error
+    except UnidentifiedImageError as error:
+        raise UnreadableImage(
+            f"{name} is not an image this program reads (JPEG, PNG, WebP, BMP, GIF, TIFF): remove or convert it."
+        ) from error
+    except Exception as error:  # a broken file can make a decoder raise nearly anything
+        raise UnreadableImage(
+            f"{name} cannot be decoded ({error or type(error).__name__}): the file is damaged or incomplete; "
+            "restore or remove it."
+        ) from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """`image` as 8-bit RGB: transparency laid on white, deep grey levels scaled rather than clipped."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return _deep_grey(image)
+    if image.mode == "La":  # Pillow converts premultiplied grey to "LA" alone
+        image = image.convert("LA")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    # A Pillow built without one of the libraries has no such decoder, and asking for it is a KeyError.
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _check_size(image: Image.Image, name: str) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise _too_large(name, f"{width} x {height} = ")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise UnreadableImage(
+            f"{name} is {width} x {height}: strips longer than {MAX_ASPECT} times their width are refused; crop it."
+        )
+
+
+def _too_large(name: str, size: str = "") -> UnreadableImage:
+    return UnreadableImage(
+        f"{name} is too large ({size}more than {MAX_PIXELS // 10**6} million pixels): make it smaller first."
+    )
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        if image.getexif().get(_ORIENTATION, 1) == 1:
+            return image
+        return ImageOps.exif_transpose(image)
+    except Exception:  # noqa: BLE001  unreadable EXIF data says nothing about the pixels: keep them as stored
+        return image
+
+
+def _deep_grey(image: Image.Image) -> Image.Image:
+    """16-bit, 32-bit and float grey as RGB. 16 bits map 65535 to 255; a wider range is stretched to fit."""
+    values: NDArray[np.float64] = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
+    low, high = float(values.min()), float(values.max())
+    if image.mode == "F" and 0 <= low and high <= 255:
+        scaled = values * (255 if high <= 1 else 1)
+    elif image.mode != "F" and 0 <= low and high <= 65535:
+        scaled = values / 257
+    else:
+        scaled = (values - low) * (255 / (high - low)) if high > low else np.zeros_like(values)
+    levels = np.rint(scaled).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        levels[values == transparent] = 255
+    return Image.fromarray(levels).convert("RGB")

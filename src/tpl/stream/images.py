@@ -1,0 +1,224 @@
+"""Indexable sets of labelled images that are decoded only when asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image
+
+from tpl.stream.errors import DataError, TaskClosed
+
+Labels = NDArray[np.int64]
+
+
+class ImageSet(ABC):
+    """Labelled images by index. Labels are indices into the `classes` of the task that owns the set."""
+
+    @property
+    @abstractmethod
+    def labels(self) -> Labels:
+        """One class index per image (int64, read-only)."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def load(self, index: int) -> Image.Image:
+        """The image as RGB; raises UnreadableImage, naming the file, where it cannot be decoded."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Where the image comes from: a path, or something like "digits[17]"."""
+
+    @abstractmethod
+    def identity(self, index: int) -> bytes:
+        """What tells this image's content from another's, cheaply: for hashes of a data set."""
+
+    def select(self, indices: ArrayLike) -> ImageSet:
+        """The images at `indices` (or where a boolean mask is true), in that order; pixels are not copied."""
+        chosen = _positions(indices, len(self))
+        return relabelled(self, chosen, self.labels[chosen])
+
+
+class ArrayImages(ImageSet):
+    """Images held in memory: uint8 `pixels` of shape [n, h, w, 3], or [n, h, w] for grey ones."""
+
+    def __init__(self, pixels: NDArray[np.uint8], labels: ArrayLike, origin: str = "images") -> None:
+        grey_or_rgb = pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] == 3)
+        if pixels.dtype != np.uint8 or not grey_or_rgb:
+            raise DataError(
+                f"{origin}: pixels must be uint8 of shape [n, h, w] or [n, h, w, 3], "
+                f"not {pixels.dtype} of shape {list(pixels.shape)}."
+            )
+        self._pixels = pixels
+        self._labels = as_labels(labels, len(pixels), origin)
+        self._origin = origin
+
+    @property
+    def labels(self) -> Labels:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def load(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[in_range(index, len(self))]).convert("RGB")
+
+    def name(self, index: int) -> str:
+        return f"{self._origin}[{in_range(index, len(self))}]"
+
+    def identity(self, index: int) -> bytes:
+        return self._pixels[in_range(index, len(self))].tobytes()
+
+
+class _View(ImageSet):
+    """Images picked from one or several sets, with labels of its own. Views of views are flattened."""
+
+    def __init__(
+        self, parts: Sequence[ImageSet], part: NDArray[np.int64], index: NDArray[np.int64], labels: Labels
+    ) -> None:
+        self._parts = tuple(parts)
+        self._part = part
+        self._index = index
+        self._labels = as_labels(labels, len(index), "selection")
+
+    @property
+    def labels(self) -> Labels:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def load(self, index: int) -> Image.Image:
+        part, position = self._locate(index)
+        return part.load(position)
+
+    def name(self, index: int) -> str:
+        part, position = self._locate(index)
+        return part.name(position)
+
+    def identity(self, index: int) -> bytes:
+        part, position = self._locate(index)
+        return part.identity(position)
+
+    def _locate(self, index: int) -> tuple[ImageSet, int]:
+        index = in_range(index, len(self))
+        return self._parts[int(self._part[index])], int(self._index[index])
+
+    def _picked(self, chosen: NDArray[np.int64], labels: Labels) -> _View:
+        return _View(self._parts, self._part[chosen], self._index[chosen], labels)
+
+
+class Gate:
+    """Open until the learner moves on; shared by a guarded set and everything selected from it."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.closed = False
+
+
+class Guarded(ImageSet):
+    """A set whose images and labels can be read only while all its gates are open."""
+
+    def __init__(self, inner: ImageSet, gates: Sequence[Gate]) -> None:
+        outer: Sequence[Gate] = inner._gates if isinstance(inner, Guarded) else ()
+        self._inner: ImageSet = inner._open() if isinstance(inner, Guarded) else inner
+        self._gates: tuple[Gate, ...] = tuple(dict.fromkeys([*outer, *gates]))
+
+    @property
+    def labels(self) -> Labels:
+        return self._open().labels
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def load(self, index: int) -> Image.Image:
+        return self._open().load(index)
+
+    def name(self, index: int) -> str:
+        return self._inner.name(index)
+
+    def identity(self, index: int) -> bytes:
+        return self._open().identity(index)
+
+    def _open(self) -> ImageSet:
+        for gate in self._gates:
+            if gate.closed:
+                raise TaskClosed(
+                    f"The training data of {gate.task!r} is closed: it is handed over once, and the next task has "
+                    "begun. Keep what later tasks need (features, a replay memory) while the task is open."
+                )
+        return self._inner
+
+
+def relabelled(images: ImageSet, indices: ArrayLike, labels: ArrayLike) -> ImageSet:
+    """The images at `indices` under new `labels`; a guarded set stays guarded by the same gates."""
+    chosen = _positions(indices, len(images))
+    new = as_labels(labels, len(chosen), "selection")
+    if isinstance(images, Guarded):
+        return Guarded(relabelled(images._open(), chosen, new), images._gates)
+    if isinstance(images, _View):
+        return images._picked(chosen, new)
+    return _View([images], np.zeros(len(chosen), np.int64), chosen, new)
+
+
+def concatenate(sets: Sequence[ImageSet], label_offsets: Sequence[int]) -> ImageSet:
+    """All `sets` in a row; `label_offsets[i]` is added to the labels of set i."""
+    if not sets or len(sets) != len(label_offsets):
+        raise DataError(f"cannot join {len(sets)} image sets with {len(label_offsets)} label offsets.")
+    gates: list[Gate] = []
+    labels = np.concatenate(
+        [images.labels + offset for images, offset in zip(sets, label_offsets, strict=True)]
+    )
+    parts: dict[ImageSet, int] = {}  # tasks cut from one data set share it: keep it once
+    part_columns, index_columns = [], []
+    for images in sets:
+        if isinstance(images, Guarded):
+            gates += images._gates
+            images = images._open()
+        view = images if isinstance(images, _View) else _whole(images)
+        numbers = np.array([parts.setdefault(part, len(parts)) for part in view._parts], dtype=np.int64)
+        part_columns.append(numbers[view._part])
+        index_columns.append(view._index)
+    joined = _View(list(parts), np.concatenate(part_columns), np.concatenate(index_columns), labels)
+    return Guarded(joined, gates) if gates else joined
+
+
+def as_labels(labels: ArrayLike, count: int, origin: str) -> Labels:
+    """`labels` as a read-only int64 vector of length `count`."""
+    given = np.asarray(labels)
+    if given.shape != (count,) or (count and given.dtype.kind not in "iu"):
+        raise DataError(
+            f"{origin}: {count} images need {count} whole-number labels, not {given.dtype} of shape {given.shape}."
+        )
+    fixed: Labels = given.astype(np.int64)
+    fixed.flags.writeable = False
+    return fixed
+
+
+def in_range(index: int, count: int) -> int:
+    """`index` if it lies in 0 .. count-1. Negative indices are refused: a label of -1 is no position."""
+    if not 0 <= index < count:
+        raise IndexError(f"image {index} of {count}")
+    return index
+
+
+def _whole(images: ImageSet) -> _View:
+    return _View([images], np.zeros(len(images), np.int64), np.arange(len(images)), images.labels)
+
+
+def _positions(indices: ArrayLike, count: int) -> NDArray[np.int64]:
+    given = np.asarray(indices)
+    if given.dtype == np.bool_ and given.shape == (count,):
+        return np.flatnonzero(given)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise IndexError(
+            f"select wants a list of indices or a mask of length {count}, not shape {given.shape}"
+        )
+    positions: NDArray[np.int64] = given.astype(np.int64)
+    if positions.size and not (0 <= positions.min() and positions.max() < count):
+        raise IndexError(f"select: indices {positions.min()} .. {positions.max()} of {count} images")
+    return positions

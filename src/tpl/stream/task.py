@@ -1,0 +1,177 @@
+"""Tasks, and the stream that hands them over one after the other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import numpy as np
+
+from tpl.stream.errors import DataError
+from tpl.stream.images import Gate, Guarded, ImageSet, concatenate, relabelled
+
+
+@dataclass(frozen=True)
+class Task:
+    """A few classes that arrive together. Labels of both sets index `classes`."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: ImageSet
+    test: ImageSet | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(self.classes))
+        if not self.classes:
+            raise DataError(f"{self.name}: a task needs at least one class.")
+        _refuse_repeats(self.classes, self.name)
+        for part, images in (("train", self.train), ("test", self.test)):
+            if images is None or not len(images):
+                continue
+            low, high = int(images.labels.min()), int(images.labels.max())
+            if low < 0 or high >= len(self.classes):
+                raise DataError(
+                    f"{self.name}: {part} labels run from {low} to {high}, but there are {len(self.classes)} classes "
+                    f"(labels 0 to {len(self.classes) - 1})."
+                )
+
+
+class Stream:
+    """An ordered sequence of tasks whose classes do not overlap. A slice of a stream is a stream."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tuple(tasks)
+        self.classes: tuple[str, ...] = tuple(name for task in self._tasks for name in task.classes)
+        _refuse_repeats(self.classes, "the stream")
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Stream: ...
+
+    def __getitem__(self, index: int | slice) -> Task | Stream:
+        return Stream(self._tasks[index]) if isinstance(index, slice) else self._tasks[index]
+
+    def union(self, upto: int) -> Task:
+        """Tasks 0 to `upto`, the latter included, as one task: what joint training and joint tests see."""
+        if not 0 <= upto < len(self):
+            raise IndexError(f"union of tasks 0..{upto} of a stream of {len(self)}")
+        tasks = self._tasks[: upto + 1]
+        offsets = np.cumsum([0] + [len(task.classes) for task in tasks]).tolist()
+        tests = [
+            (task.test, offset) for task, offset in zip(tasks, offsets, strict=False) if task.test is not None
+        ]
+        return Task(
+            name=tasks[0].name if upto == 0 else f"{tasks[0].name} to {tasks[-1].name}",
+            classes=self.classes[: offsets[-1]],
+            train=concatenate([task.train for task in tasks], offsets[:-1]),
+            test=concatenate([test for test, _ in tests], [offset for _, offset in tests]) if tests else None,
+        )
+
+    def with_validation(self, fraction: float, seed: int) -> Stream:
+        """The same stream with a held-out part of each class's training images in the place of the test sets.
+
+        Which images are held out depends on the seed, the class's name and its own images only, so neither
+        the class order nor the split into tasks changes it. A class with one image keeps it for training.
+        """
+        if not 0 < fraction < 1:
+            raise DataError(f"the validation fraction must lie between 0 and 1, not be {fraction}.")
+        if seed < 0:
+            raise DataError(f"the validation seed must be 0 or more, not {seed}.")
+        return Stream([_hold_out(task, fraction, seed) for task in self._tasks])
+
+    def once(self) -> Iterator[Task]:
+        """The tasks one by one; asking for the next closes the training set of the one before for good.
+
+        Asking past the end closes the last. Test sets stay open, and so do the stream's own tasks: the
+        evaluator reads those by index.
+        """
+        for task in self._tasks:
+            gate = Gate(task.name)
+            yield replace(task, train=Guarded(task.train, [gate]))
+            # Not in a `finally`: dropping the iterator must not close the task in hand.
+            gate.closed = True
+
+
+def split(
+    train: ImageSet,
+    test: ImageSet | None,
+    class_names: Sequence[str],
+    per_task: int | Sequence[int],
+    order: Sequence[int] | None = None,
+) -> Stream:
+    """A data set cut into tasks: class_names[order[0]], class_names[order[1]], ... arrive in that order.
+
+    `per_task` is the number of classes in each task (the last may be smaller) or one number for each task;
+    classes beyond the sum of these are left out. `order` defaults to the classes' own order.
+    """
+    count = len(class_names)
+    whole = Task("data set", tuple(class_names), train, test)  # checks names and labels
+    arrival = list(range(count)) if order is None else [int(number) for number in order]
+    if sorted(arrival) != list(range(count)):
+        raise DataError(f"the class order must hold each of the numbers 0 to {count - 1} once.")
+    tasks, start = [], 0
+    for number, size in enumerate(_sizes(per_task, count), start=1):
+        chosen = arrival[start : start + size]
+        start += size
+        part = _classes_of(train, chosen, count)
+        present = np.bincount(part.labels, minlength=size)
+        missing = [class_names[original] for original, seen in zip(chosen, present, strict=True) if not seen]
+        if missing:
+            raise DataError(f"no training images for: {', '.join(missing)}.")
+        held = _classes_of(test, chosen, count) if test is not None else None
+        names = tuple(whole.classes[original] for original in chosen)
+        tasks.append(Task(f"task {number}", names, part, held if held is not None and len(held) else None))
+    return Stream(tasks)
+
+
+def _classes_of(images: ImageSet, chosen: Sequence[int], count: int) -> ImageSet:
+    labels = images.labels
+    arrival = np.full(count, -1, dtype=np.int64)
+    arrival[list(chosen)] = np.arange(len(chosen))
+    indices = np.flatnonzero(arrival[labels] >= 0)
+    return relabelled(images, indices, arrival[labels[indices]])
+
+
+def _sizes(per_task: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(per_task, int):
+        if per_task < 1:
+            raise DataError(f"classes per task must be 1 or more, not {per_task}.")
+        return [min(per_task, count - start) for start in range(0, count, per_task)]
+    sizes = [int(size) for size in per_task]
+    if not sizes or min(sizes) < 1:
+        raise DataError(f"classes per task must be 1 or more for each task, not {sizes}.")
+    if sum(sizes) > count:
+        raise DataError(
+            f"classes per task {sizes} sum to {sum(sizes)}, but the data set has {count} classes."
+        )
+    return sizes
+
+
+def _hold_out(task: Task, fraction: float, seed: int) -> Task:
+    labels = task.train.labels
+    held = np.zeros(len(labels), dtype=bool)
+    for label, name in enumerate(task.classes):
+        members = np.flatnonzero(labels == label)
+        take = min(max(round(fraction * len(members)), 1), len(members) - 1)
+        if take > 0:
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            held[rng.choice(members, size=take, replace=False)] = True
+    return replace(task, train=task.train.select(~held), test=task.train.select(held) if held.any() else None)
+
+
+def _refuse_repeats(names: Sequence[str], where: str) -> None:
+    repeats = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
+    if repeats:
+        raise DataError(f"{where}: class names must be unique, but these repeat: {', '.join(repeats)}.")

@@ -1,0 +1,40 @@
+"""What all tests share: a fixed number of threads and small ready-made streams."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tpl.stream import ArrayImages, Stream, Task
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(2)
+
+
+def blobs(classes: list[int], per_class: int, seed: int) -> ArrayImages:
+    """Tiny pictures whose class is a colour and a stripe direction: easy to learn, quick to make."""
+    rng = np.random.default_rng(seed)
+    pixels, labels = [], []
+    for label, c in enumerate(classes):
+        colour = np.array([(c * 97) % 256, (c * 57 + 80) % 256, (c * 151 + 30) % 256])
+        for _ in range(per_class):
+            image = rng.normal(0, 18, (32, 32, 3)) + colour
+            stripes = np.sin(np.arange(32) * (0.3 + 0.25 * (c % 5)))[:, None] * 60
+            image += (stripes if c % 2 else stripes.T)[:, :, None]
+            pixels.append(image.clip(0, 255).astype(np.uint8))
+            labels.append(label)
+    return ArrayImages(np.stack(pixels), np.array(labels))
+
+
+@pytest.fixture(scope="session")
+def small_stream() -> Stream:
+    """Three tasks of two easy classes, 24 training and 10 test images each."""
+    tasks = []
+    for t in range(3):
+        classes = [2 * t, 2 * t + 1]
+        names = tuple(f"class {c}" for c in classes)
+        tasks.append(Task(f"task {t}", names, blobs(classes, 24, seed=t), blobs(classes, 10, seed=100 + t)))
+    return Stream(tasks)
