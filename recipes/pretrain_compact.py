@@ -145,9 +145,7 @@ class Trainer:
             {"params": plain, "weight_decay": 0.0},
         ]
         on_gpu = self.device.type == "cuda"
-        return torch.optim.AdamW(
-            groups, lr=self.control[0], betas=(0.9, 0.999), fused=True, capturable=on_gpu
-        )
+        return torch.optim.AdamW(groups, lr=self.control[0], betas=(0.9, 0.999), fused=True, capturable=on_gpu)
 
     def uniform(self, low: float, high: float) -> Tensor:
         return torch.rand(self.batch, device=self.device) * (high - low) + low
@@ -188,13 +186,10 @@ class Trainer:
         weight = torch.where(cutmix > 0, outside, lam)
         x = x * weight + x.flip(0) * (1 - weight)
         share = weight.mean()
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False
-        ):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False):
             logits = self.model(x)
         first, second = (
-            F.cross_entropy(logits.float(), t, label_smoothing=self.args.smoothing)
-            for t in (target, target.flip(0))
+            F.cross_entropy(logits.float(), t, label_smoothing=self.args.smoothing) for t in (target, target.flip(0))
         )
         return share * first + (1 - share) * second
 
@@ -329,9 +324,7 @@ def score_files(out: Path, val: Arrays, test: Arrays, device: torch.device) -> d
 # ------------------------------------------------------------------------------------------------ main
 
 
-def controls(
-    args: argparse.Namespace, epoch: int, epochs: int, steps: int, rng: np.random.Generator
-) -> np.ndarray:
+def controls(args: argparse.Namespace, epoch: int, epochs: int, steps: int, rng: np.random.Generator) -> np.ndarray:
     """The rows of `Trainer.control` for one epoch: schedules and the draws of mixup and cutmix."""
     total, at = epochs * steps, epoch * steps + np.arange(steps)
     warm = min(args.warmup * steps, total / 5)
@@ -396,9 +389,7 @@ def train(trainer: Trainer, val: Arrays, args: argparse.Namespace, start: float)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="a torchvision CIFAR-100 root, or train-*.zip and test.zip")
     add("--out", type=Path, required=True, help="folder for the three files")

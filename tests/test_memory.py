@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory, decode
+from tpl.memory import POLICIES, Memory, StoredImages
 from tpl.stream import ArrayImages, Preprocess
 
 CONFIG: dict[str, Any] = {
@@ -38,7 +38,7 @@ def numbered(classes: int, per_class: int, task: int = 0) -> ArrayImages:
 
 def tags(memory: Memory) -> list[tuple[int, ...]]:
     """(task, class, position) of every exemplar, in the memory's order."""
-    return [decode(png).getpixel((0, 0)) for images in memory.exemplars for png in images]  # type: ignore[misc]
+    return [StoredImages([png]).load(0).getpixel((0, 0)) for images in memory.exemplars for png in images]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,7 @@ def test_quotas_hold_as_tasks_arrive(preprocess: Preprocess) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 5, 7, 30])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_nested_within_budget_and_truthful_about_rows(
-    budget: int, policy: str, preprocess: Preprocess
-) -> None:
+def test_nested_within_budget_and_truthful_about_rows(budget: int, policy: str, preprocess: Preprocess) -> None:
     memory = Memory(budget, policy, seed=3)
     for task, classes in enumerate([2, 1, 3, 2]):
         before, old = [list(images) for images in memory.exemplars], tags(memory)
@@ -84,9 +82,7 @@ def test_nested_within_budget_and_truthful_about_rows(
         # Every exemplar sits under its own class, and none is there twice.
         first = len(counts) - classes
         assert all(
-            tag[1] == label - first
-            for tag, label in zip(tags(memory), memory.labels, strict=True)
-            if tag[0] == task
+            tag[1] == label - first for tag, label in zip(tags(memory), memory.labels, strict=True) if tag[0] == task
         )
         assert len(set(tags(memory))) == len(memory)
 
@@ -124,7 +120,7 @@ def test_first_takes_the_first_and_random_a_seeded_choice(preprocess: Preprocess
     def positions(policy: str, seed: int) -> list[list[int]]:
         memory = Memory(16, policy, seed)
         memory.add(numbered(2, 60), 2, preprocess)
-        return [[decode(png).getpixel((0, 0))[2] for png in images] for images in memory.exemplars]  # type: ignore[index]
+        return [[StoredImages([png]).load(0).getpixel((0, 0))[2] for png in images] for images in memory.exemplars]  # type: ignore[index]
 
     assert positions("first", 0) == positions("first", 1) == [list(range(8))] * 2
     assert positions("random", 0) == positions("random", 0)

@@ -251,9 +251,7 @@ def test_strangers_in_the_directory_do_not_disturb(store: ModelStore) -> None:
     assert (store.path / "tasks" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", "{}", '{"schema": 1}', '{"schema": 1, "newest": "x"}']
-)
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"schema": 1}', '{"schema": 1, "newest": "x"}'])
 def test_a_damaged_header_is_explained(store: ModelStore, content: str) -> None:
     store.commit(*model(1))
     store.header_file.write_text(content)

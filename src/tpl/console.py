@@ -48,7 +48,7 @@ class RunProgress:
 
     def _on_run(self, data: dict[str, Any]) -> None:
         self.images, self.stage = data["images"], data["learned"]
-        done = float(sum(self.images[: self.stage]))
+        done = sum(self.images[: self.stage])
         self.bar = self.progress.add_task(
             data["method"], total=float(sum(self.images)), completed=done, doing="starting"
         )

@@ -1,12 +1,12 @@
 """The learner: what a program writes against. Learn tasks, predict classes, save, load.
 
-    from tpl import Learner
+from tpl import Learner
 
-    learner = Learner(method="tpl", encoder="compact")
-    learner.learn(task)
-    learner.predict(images)      # class names
-    learner.save("model")
-    Learner.load("model")
+learner = Learner(method="tpl", encoder="compact")
+learner.learn(task)
+learner.predict(images)      # class names
+learner.save("model")
+Learner.load("model")
 """
 
 from __future__ import annotations

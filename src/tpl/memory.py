@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class Memory:
     policy: str = "random"
     seed: int = 0
     exemplars: list[list[bytes]] = field(default_factory=list)  # one list of PNG images per class
+    _prepared: Tensor | None = field(default=None, init=False, repr=False)  # decoded and resized once
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -85,16 +87,23 @@ class Memory:
         ranks = [rank for images_ in self.exemplars for rank in range(len(images_))]
         limits = [quotas[c] for c, images_ in enumerate(self.exemplars) for _ in images_]
         self.exemplars += fresh
-        for kept, quota in zip(self.exemplars, quotas, strict=True):
-            del kept[quota:]
-        return torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
+        for images_, quota in zip(self.exemplars, quotas, strict=True):
+            del images_[quota:]
+        kept = torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
+        if self._prepared is not None or first == 0:
+            old = [self._prepared[kept]] if self._prepared is not None else []
+            self._prepared = torch.cat([*old, preprocess.batch(self._images(first))])
+        return kept
 
     def pixels(self, preprocess: Preprocess) -> Tensor:
         """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class."""
-        decoded = [preprocess(decode(image)) for images in self.exemplars for image in images]
-        if not decoded:
-            return torch.zeros(0, 3, preprocess.height, preprocess.width, dtype=torch.uint8)
-        return torch.stack(decoded)
+        if self._prepared is None:
+            self._prepared = preprocess.batch(self._images(0))
+        return self._prepared
+
+    def _images(self, first_class: int) -> ImageSet:
+        """The exemplars from one class on, as a set of images."""
+        return StoredImages([image for images in self.exemplars[first_class:] for image in images])
 
     def state(self) -> dict[str, Tensor]:
         """The exemplars as tensors: all bytes in a row, their lengths, and the count per class."""
@@ -111,7 +120,35 @@ class Memory:
         ends = state["lengths"].cumsum(0).tolist()
         flat = [raw[end - length : end] for end, length in zip(ends, state["lengths"].tolist(), strict=True)]
         bounds = [0, *state["counts"].cumsum(0).tolist()]
+        self._prepared = None
         self.exemplars = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+class StoredImages(ImageSet):
+    """Encoded images in memory, without labels."""
+
+    def __init__(self, images: list[bytes]) -> None:
+        self.images = images
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Unknown here: the memory itself knows."""
+        return np.full(len(self.images), -1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def load(self, index: int) -> Image.Image:
+        """The image back, pixel for pixel."""
+        return Image.open(io.BytesIO(self.images[index])).convert("RGB")
+
+    def name(self, index: int) -> str:
+        """Its place in the memory."""
+        return f"exemplar {index}"
+
+    def identity(self, index: int) -> bytes:
+        """The encoded image itself."""
+        return self.images[index]
 
 
 def encode(image: Image.Image) -> bytes:
@@ -119,8 +156,3 @@ def encode(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def decode(data: bytes) -> Image.Image:
-    """The image back, pixel for pixel."""
-    return Image.open(io.BytesIO(data)).convert("RGB")

@@ -88,12 +88,19 @@ class ModelStore:
         """Header, state and memory of the committed model."""
         header = self.header()
         try:
+            return header, *self._read_parts(header)
+        except StoreError:
+            if self.header() == header:
+                raise
+        return self.read()  # a writer committed meanwhile and swept what the old header names
+
+    def _read_parts(self, header: dict[str, Any]) -> tuple[State, dict[str, Tensor]]:
+        try:
             newest, files = header["newest"], [task["file"] for task in header["tasks"]]
         except (KeyError, TypeError) as error:
             raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
-        tasks = [self._load(file) for file in files]
-        shared = self._load(f"{newest}/shared.safetensors")
-        return header, State(shared, tasks), self._load(f"{newest}/memory.safetensors")
+        state = State(self._load(f"{newest}/shared.safetensors"), [self._load(file) for file in files])
+        return state, self._load(f"{newest}/memory.safetensors")
 
     def commit(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
         """Make this model the one that is here, or leave the old one untouched.

@@ -95,23 +95,15 @@ def test_false_positives_at_95_against_trying_every_threshold(seed: int) -> None
 def detection_data(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(4)
     tasks = np.repeat(np.arange(len(sizes)), sizes)
-    scores = (
-        rng.normal(0, 1, (len(tasks), len(sizes)))
-        + np.linspace(0.3, 2, len(sizes)) * np.eye(len(sizes))[tasks]
-    )
-    return scores + 5 * np.arange(
-        len(sizes)
-    ), tasks  # columns far apart: only within a column may be compared
+    scores = rng.normal(0, 1, (len(tasks), len(sizes))) + np.linspace(0.3, 2, len(sizes)) * np.eye(len(sizes))[tasks]
+    return scores + 5 * np.arange(len(sizes)), tasks  # columns far apart: only within a column may be compared
 
 
 @pytest.mark.parametrize("sizes", [[20, 20, 20], [40, 10, 25]])
 def test_detection_by_counting(sizes: list[int]) -> None:
     scores, tasks = detection_data(sizes)
     found = metrics.detection(scores, tasks)
-    pairs = [
-        by_counting(scores[tasks == j, j], scores[tasks == i, j])
-        for j, i in itertools.permutations(range(3), 2)
-    ]
+    pairs = [by_counting(scores[tasks == j, j], scores[tasks == i, j]) for j, i in itertools.permutations(range(3), 2)]
     pooled = [by_counting(scores[tasks == j, j], scores[tasks != j, j]) for j in range(3)]
     fpr = [metrics.false_positives_at_95(scores[tasks == j, j], scores[tasks != j, j]) for j in range(3)]
     assert found["auroc_pairwise"] == pytest.approx(np.mean(pairs))

@@ -29,7 +29,11 @@ def drift_of_old_tasks(stream: Stream, **options: object) -> list[float]:
     for task in stream:
         learner.learn(task)
         now = [method.bank.outputs(probe, t) for t in range(len(method.bank.tasks))]
-        drifts += [float((a - b).abs().max()) for old, new in zip(before, now, strict=False) for a, b in zip(old, new, strict=True)]
+        drifts += [
+            float((a - b).abs().max())
+            for old, new in zip(before, now, strict=False)
+            for a, b in zip(old, new, strict=True)
+        ]
         before = [tuple(o) for o in now]
     return drifts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from tpl.nets import Adapters, hat
 def test_scale_rises_from_the_inverse_and_never_reaches_the_maximum() -> None:
     scales = [hat.scale_at(b / 79, 400.0) for b in range(79)]
     assert scales[0] == 1 / 400
-    assert all(a < b for a, b in zip(scales, scales[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(scales))
     assert scales[-1] < 400
     assert scales[40] - scales[39] == pytest.approx((400 - 1 / 400) / 79)
 

@@ -44,9 +44,7 @@ def by_hand(scores: Array, owner: Array, steps: int = 100, lr: float = 0.01, mom
 
 def test_scores_are_fitted_as_by_a_loop_written_out() -> None:
     scores, owner = task_scores()
-    np.testing.assert_allclose(
-        calibrate_scores(scores, owner).numpy(), by_hand(scores.numpy(), owner.numpy())
-    )
+    np.testing.assert_allclose(calibrate_scores(scores, owner).numpy(), by_hand(scores.numpy(), owner.numpy()))
 
 
 def test_starts_from_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +59,7 @@ def test_cross_entropy_over_tasks_goes_down() -> None:
     assert not affine.requires_grad
     assert affine.dtype == torch.float64
     assert affine.shape == (2, 3)
-    assert cross_entropy(applied(affine, scores), owner.numpy()) < cross_entropy(
-        scores.numpy(), owner.numpy()
-    )
+    assert cross_entropy(applied(affine, scores), owner.numpy()) < cross_entropy(scores.numpy(), owner.numpy())
 
 
 @pytest.mark.parametrize("shift", [-2.0, 2.0])

@@ -34,9 +34,7 @@ def by_sklearn(estimator: type[EmpiricalCovariance], z: Tensor, y: Tensor, queri
     """Squared distances of `queries` to every class mean, one row after the other."""
     features, labels = z.double().numpy(), y.numpy()
     means = np.stack([features[labels == c].mean(axis=0) for c in np.unique(labels)])
-    centred = np.concatenate(
-        [features[labels == c] - m for c, m in zip(np.unique(labels), means, strict=True)]
-    )
+    centred = np.concatenate([features[labels == c] - m for c, m in zip(np.unique(labels), means, strict=True)])
     precision = estimator(assume_centered=True).fit(centred).precision_
     rows = [[(q - m) @ precision @ (q - m) for m in means] for q in queries.double().numpy()]
     return np.array(rows)
@@ -49,9 +47,7 @@ def test_distances_are_those_of_scikit_learn(shrinkage: str, estimator: type[Emp
     expected = by_sklearn(estimator, z, y, queries)
     md = fitted(z, y, shrinkage)
     np.testing.assert_allclose(md.distances(queries).numpy(), expected, rtol=1e-8)
-    np.testing.assert_allclose(
-        md.score_features(queries, queries).numpy(), 1 / expected.min(axis=1), rtol=1e-8
-    )
+    np.testing.assert_allclose(md.score_features(queries, queries).numpy(), 1 / expected.min(axis=1), rtol=1e-8)
 
 
 def test_agrees_with_scikit_learns_own_distance() -> None:
@@ -78,9 +74,7 @@ def test_does_not_depend_on_scale_shift_or_basis_of_the_features() -> None:
     z, y = data()
     q = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
     moved = 1e-3 * z @ q + 7
-    torch.testing.assert_close(
-        fitted(moved, y).distances(moved), fitted(z, y).distances(z), rtol=1e-6, atol=1e-9
-    )
+    torch.testing.assert_close(fitted(moved, y).distances(moved), fitted(z, y).distances(z), rtol=1e-6, atol=1e-9)
 
 
 def test_score_is_higher_near_the_centres_and_bounded_on_them() -> None:

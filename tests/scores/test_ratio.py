@@ -47,9 +47,7 @@ def md_by_hand(train: Array, labels: Array, query: Array) -> Array:
 def knn_by_hand(bank: Array, query: Array, k: int, squared: bool) -> Array:
     unit_bank = bank / np.linalg.norm(bank, axis=1, keepdims=True)
     unit = query / np.linalg.norm(query, axis=1, keepdims=True)
-    nearest = np.sort(np.linalg.norm(unit[:, None] - unit_bank[None], axis=2), axis=1)[
-        :, min(k, len(bank)) - 1
-    ]
+    nearest = np.sort(np.linalg.norm(unit[:, None] - unit_bank[None], axis=2), axis=1)[:, min(k, len(bank)) - 1]
     return nearest**2 if squared else nearest
 
 
@@ -114,9 +112,7 @@ def by_hand(config: RatioConfig) -> Array:
 def test_every_choice_is_what_the_formula_says(choices: dict[str, Any]) -> None:
     config = RatioConfig(shrinkage="none", **choices)
     score = LikelihoodRatio(config).fit_features(Z, F, Y).refresh(OWN, OTHERS, OTHERS_Y)
-    np.testing.assert_allclose(
-        score.score_features(QUERY, QUERY_F).numpy(), by_hand(config), rtol=1e-7, atol=1e-9
-    )
+    np.testing.assert_allclose(score.score_features(QUERY, QUERY_F).numpy(), by_hand(config), rtol=1e-7, atol=1e-9)
 
 
 def test_the_choices_make_a_difference() -> None:
@@ -211,9 +207,7 @@ def test_skipping_leaves_a_memory_sample_out() -> None:
     assert bool((found >= score.score_features(OTHERS, F[:24]) - 1e-12).all())
 
 
-@pytest.mark.parametrize(
-    "choices", [{}, {"in_task": "knn"}, {"out_of_task": "md"}, {"logit": "ebo"}], ids=str
-)
+@pytest.mark.parametrize("choices", [{}, {"in_task": "knn"}, {"out_of_task": "md"}, {"logit": "ebo"}], ids=str)
 def test_state_and_memory_restore_the_score_bit_for_bit(choices: dict[str, Any]) -> None:
     score = fitted(**choices)
     state = score.state()

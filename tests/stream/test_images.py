@@ -122,9 +122,7 @@ class TestDecode:
         with pytest.raises(UnreadableImage, match=r"cat/one\.img .*(damaged|not an image)"):
             decode(data[: len(data) // 2], "cat/one.img")
 
-    @pytest.mark.parametrize(
-        "data", [b"", b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
-    )
+    @pytest.mark.parametrize("data", [b"", b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
     def test_other_files_are_refused_by_name(self, data: bytes) -> None:
         with pytest.raises(UnreadableImage, match="notes.jpg"):
             decode(data, "notes.jpg")
@@ -153,8 +151,7 @@ def _png_header(width: int, height: int) -> bytes:
         (b"IEND", b""),
     ]
     body = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + body
 
@@ -222,9 +219,7 @@ class TestSets:
         with pytest.raises(UnreadableImage, match=r"set\.zip/cat/1\.png"):
             images.load(0)
 
-    def test_a_zip_is_safe_to_share_between_threads(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_zip_is_safe_to_share_between_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "set.zip"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for i in range(40):
@@ -251,7 +246,7 @@ class TestSets:
                 try:
                     if images.load(i).getpixel((0, 0)) != (i, i, i):
                         wrong.append(i)
-                except Exception as error:  # noqa: BLE001  an exception in a thread would go unseen
+                except Exception as error:
                     wrong.append(error)
 
         threads = [threading.Thread(target=read) for _ in range(6)]
@@ -321,13 +316,9 @@ class TestPreprocess:
     def test_images_of_the_right_size_pass_unchanged(self) -> None:
         pixels = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), dtype=np.uint8)
         exact = Preprocess(CONFIG | {"crop_pct": 1.0})
-        assert np.array_equal(
-            exact.batch(ArrayImages(pixels, [0, 0, 0])).numpy(), pixels.transpose(0, 3, 1, 2)
-        )
+        assert np.array_equal(exact.batch(ArrayImages(pixels, [0, 0, 0])).numpy(), pixels.transpose(0, 3, 1, 2))
         zoomed = Preprocess(CONFIG)  # same size, but resized to 26 and cropped: not the same pixels
-        assert not np.array_equal(
-            zoomed.batch(ArrayImages(pixels, [0, 0, 0])).numpy(), pixels.transpose(0, 3, 1, 2)
-        )
+        assert not np.array_equal(zoomed.batch(ArrayImages(pixels, [0, 0, 0])).numpy(), pixels.transpose(0, 3, 1, 2))
 
     def test_batch_names_the_file_it_cannot_read(self, tmp_path: Path) -> None:
         (tmp_path / "bad.png").write_bytes(b"nothing")

@@ -183,18 +183,12 @@ class TestCifar:
         as_zip(tmp_path / "test.zip", cifar_like(100, "test"))
         source = load_source("cifar100", tmp_path, False)
         assert len(source.train) == 200 and source.test is not None and len(source.test) == 100
-        assert source.train.labels.tolist() == [
-            value for _, value in content(source.train, source.class_names)
-        ]
-        stream = split(
-            source.train, source.test, source.class_names, 10, class_order("random:1", source.name, 100)
-        )
+        assert source.train.labels.tolist() == [value for _, value in content(source.train, source.class_names)]
+        stream = split(source.train, source.test, source.class_names, 10, class_order("random:1", source.name, 100))
         assert len(stream) == 10 and len(stream[3].train) == 20
 
     def test_class_folders(self, tmp_path: Path) -> None:
-        source = load_source(
-            "cifar10", as_folder(tmp_path, cifar_like(10, "train") | cifar_like(10, "val")), False
-        )
+        source = load_source("cifar10", as_folder(tmp_path, cifar_like(10, "train") | cifar_like(10, "val")), False)
         assert len(source.class_names) == 10 and source.test is not None
 
     def test_part_of_the_classes_is_refused(self, tmp_path: Path) -> None:
@@ -208,9 +202,7 @@ class TestCifar:
         root = tmp_path / "data"
         if made:
             root.mkdir()
-        with pytest.raises(
-            DataError, match=r"cifar100 was not found in .*data.*--download.*--data FOLDER.*train\*"
-        ):
+        with pytest.raises(DataError, match=r"cifar100 was not found in .*data.*--download.*--data FOLDER.*train\*"):
             load_source("cifar100", root, False)
 
     def test_without_a_root_the_download_folder_is_searched(
@@ -221,9 +213,7 @@ class TestCifar:
             load_source("cifar10", None, False)
 
     @pytest.mark.parametrize(("name", "count"), [("cifar10", 10), ("cifar100", 100)])
-    def test_torchvision_root(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
-    ) -> None:
+    def test_torchvision_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
         as_torchvision_cifar(tmp_path, monkeypatch, name, count)
         source = load_source(name, tmp_path, False)
         assert source.class_names[:2] == ("class 0", "class 1") and len(source.class_names) == count
@@ -244,9 +234,7 @@ class TestCifar:
             raise urllib.error.URLError("no network")
 
         monkeypatch.setattr(cifar, "download_and_extract_archive", offline)
-        as_folder(
-            tmp_path, {"tiny-imagenet-200/train/n1/images/a.JPEG": picture(1)}
-        )  # not to be mistaken for it
+        as_folder(tmp_path, {"tiny-imagenet-200/train/n1/images/a.JPEG": picture(1)})  # not to be mistaken for it
         with pytest.raises(DataError, match="no network.*--data FOLDER"):
             load_source("cifar100", tmp_path, True)
 
@@ -309,9 +297,7 @@ class TestTinyImageNet:
         assert list(source.class_names) == WNIDS and source.test is not None
         for part in (source.train, source.test):
             assert len(part) == 200
-            for label, value in [
-                (int(part.labels[i]), np.asarray(part.load(i))[0, 0, 0]) for i in (0, 50, 199)
-            ]:
+            for label, value in [(int(part.labels[i]), np.asarray(part.load(i))[0, 0, 0]) for i in (0, 50, 199)]:
                 assert abs(label - int(value)) <= 1  # JPEG
 
     def test_annotations_must_fit(self, tmp_path: Path) -> None:

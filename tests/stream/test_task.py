@@ -15,9 +15,7 @@ def images(labels: list[int], origin: str = "train") -> ArrayImages:
     for label in labels:
         values.append(10 * label + seen.get(label, 0))
         seen[label] = seen.get(label, 0) + 1
-    return ArrayImages(
-        np.array(values, np.uint8)[:, None, None] * np.ones((1, 2, 2), np.uint8), labels, origin
-    )
+    return ArrayImages(np.array(values, np.uint8)[:, None, None] * np.ones((1, 2, 2), np.uint8), labels, origin)
 
 
 def values(part: ImageSet | None) -> list[int]:

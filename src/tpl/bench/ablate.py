@@ -72,5 +72,3 @@ def ablate(run: Path, data: Path | None, weights: Path | None, device: str) -> l
             }
         )
     return rows
-
-

@@ -26,9 +26,7 @@ class DemoResult:
         joint = self.runs["joint"]
         keys = ("last", "aia", "til", "tp")
         return {
-            name: {key: run.summary[key] for key in keys}
-            | run.against(joint)
-            | {"seconds": run.summary["seconds"]}
+            name: {key: run.summary[key] for key in keys} | run.against(joint) | {"seconds": run.summary["seconds"]}
             for name, run in self.runs.items()
         }
 

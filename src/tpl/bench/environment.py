@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -35,13 +36,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with a mark when files differ from it; None outside a checkout."""
+    """The checkout's commit, with a mark when files differ from it; else what TPL_COMMIT says, or None."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "HEAD")
         changed = _git(here, "status", "--porcelain", "--", ".")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("TPL_COMMIT")  # a copy of the sources on a machine without their history
     return head + ("+changes" if changed else "")
 
 

@@ -1,10 +1,10 @@
 """A run: one method on one benchmark, in a directory that tells everything and can be resumed.
 
-    run.json        what was run: benchmark, method, options, seed, class order, encoder and data hashes, machine
-    events.jsonl    what happened, one event a line
-    stages/000.json accuracies after task 0, and so on
-    model/          the model directory after the newest task
-    results.json    the metrics and accuracy matrices of a finished run (cil.csv, til.csv, tp.csv beside it)
+run.json        what was run: benchmark, method, options, seed, class order, encoder and data hashes, machine
+events.jsonl    what happened, one event a line
+stages/000.json accuracies after task 0, and so on
+model/          the model directory after the newest task
+results.json    the metrics and accuracy matrices of a finished run (cil.csv, til.csv, tp.csv beside it)
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class RunSpec:
 
     def stream(self) -> Stream:
         """The benchmark's tasks as this run meets them."""
-        return self._benchmark().stream(
-            self.data, self.order, self.download, self.tasks, self.validation, self.seed
-        )
+        return self._benchmark().stream(self.data, self.order, self.download, self.tasks, self.validation, self.seed)
 
     def learner(self) -> Learner:
         """A learner that knows nothing yet."""
@@ -171,4 +169,3 @@ def _stage_file(out: Path, stage: int) -> Path:
 
 def _write_stage(out: Path, stage: int, content: dict[str, Any]) -> None:
     replace_text(_stage_file(out, stage), json.dumps(content, indent=2) + "\n")
-

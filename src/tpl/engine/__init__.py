@@ -4,7 +4,7 @@ from tpl.engine.device import Compute, choose_compute
 from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import in_batches
 from tpl.engine.optim import GatedSGD
-from tpl.engine.train import Batches, Objective, RecordedStep, Recipe, Samples, Step, train
+from tpl.engine.train import Batches, Objective, Recipe, RecordedStep, Samples, Step, train
 
 __all__ = [
     "Batches",

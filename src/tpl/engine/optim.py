@@ -34,7 +34,7 @@ class GatedSGD(torch.optim.Optimizer):
         self.gates[parameter] = gate
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:

@@ -111,7 +111,7 @@ class Step:
         pixels, labels = self.batches.gather(rows, old)
         self.optimiser.zero_grad(set_to_none=True)
         loss = self.objective.loss(self.normalise(pixels), labels, progress)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.objective.after_backward(progress)
         self.optimiser.step()
         self.objective.after_step()

@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
 class TaskModel(nn.Module):
     """What one task owns."""
 
-    def __init__(self, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor, own: int) -> None:
+    def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
         self.embedding = nn.Parameter(embedding)
         self.norms = nn.Parameter(norms)
@@ -133,7 +133,7 @@ class Bank:
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = torch.randn(self.adapters.units, generator=generator)
-        return TaskModel(embedding, self.encoder.new_norms(), head, bias, own)
+        return TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
 
     def _warn_if_full(self, listen: Listener) -> None:
         if self.used is not None and (share := hat.capacity_used(self.used)) >= NEARLY_FULL:

@@ -24,6 +24,7 @@ from tpl.nets import Encoder
 from tpl.state import State
 from tpl.stream import Preprocess, Task
 
+
 class Method(ABC):
     """Learns tasks one by one and tells all their classes apart."""
 

@@ -97,14 +97,14 @@ class TPL(Method):
         scores = self.task_scores(outputs)
         within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
         task_of_class = self.task_of_class_.to(scores.device)
-        if self.calibration_ is None or self.config.calibration == "none":
-            return within + (scores / self.config.gamma).log_softmax(dim=1)[:, task_of_class]
-        scale, shift = self.calibration_
-        if self.config.calibration == "score":
+        if self.calibration_ is not None:
+            scale, shift = self.calibration_
+            if self.config.calibration == "probability":
+                raw: Tensor = (scale * scores)[:, task_of_class] * within.exp() + shift[task_of_class]
+                return raw.log_softmax(dim=1)
             scores = scores * scale + shift
-            return within + (scores / self.config.gamma).log_softmax(dim=1)[:, task_of_class]
-        raw = scale[task_of_class] * within.exp() * scores[:, task_of_class] + shift[task_of_class]
-        return raw.log_softmax(dim=1)
+        task_log_p: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
+        return within + task_log_p[:, task_of_class]
 
     def rescore(self, **changes: Any) -> None:
         """Change score, temperature or calibration of the trained model; nothing is trained anew."""
@@ -154,10 +154,10 @@ class TPL(Method):
     def _calibrate(self, labels: Tensor, tasks: Tensor, task_of_class: Tensor) -> Tensor:
         columns = []
         for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
-            # A sample of another task is itself in this task's kNN bank: it must not find itself.
-            place = torch.cumsum(tasks != t, dim=0) - 1
-            skip = torch.where(tasks != t, place, -1)
-            columns.append(score.score_features(seen.features, seen.logits, skip))
+            # Every sample is itself in one of this task's two kNN banks: it must not find itself.
+            mine = tasks == t
+            places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (mine, ~mine)]
+            columns.append(score.score_features(seen.features, seen.logits, *places))
         scores = torch.stack(columns, dim=1)
         if self.config.calibration == "score":
             return calibrate_scores(scores, tasks)
@@ -185,8 +185,8 @@ class TPL(Method):
         self.bank.adapters.load_state_dict(adapters)
         self.memory_outputs_ = []
         for t, (own, classes) in enumerate(zip(state.tasks, self.task_classes_, strict=True)):
-            parts = (own[k] for k in ("embedding", "norms", "head_weight", "head_bias"))
-            self.bank.add(TaskModel(*parts, own=len(classes)))
+            model = [own[k] for k in ("embedding", "norms", "head_weight", "head_bias")]
+            self.bank.add(TaskModel(len(classes), *model))
             learned = {k.removeprefix("score."): v.to(device) for k, v in own.items() if k.startswith("score.")}
             self.scores_.append(LikelihoodRatio(self.config).load_state(learned))
             seen = (state.shared[f"memory.{t}.{k}"].to(device) for k in ("features", "logits"))

@@ -33,9 +33,7 @@ DATA_CONFIG: dict[str, Any] = {
 
 def create_compact(num_classes: int = 0) -> VisionTransformer:
     """The network with random weights; `num_classes=0` leaves the classifier out."""
-    stem = ConvStem(
-        depth=4, channels=(24, 48, 96, 128), stride=(1, 2, 2, 2), act_layer=torch.nn.GELU
-    )
+    stem = ConvStem(depth=4, channels=(24, 48, 96, 128), stride=(1, 2, 2, 2), act_layer=torch.nn.GELU)
     return VisionTransformer(
         img_size=32,
         patch_size=1,
@@ -50,4 +48,5 @@ def create_compact(num_classes: int = 0) -> VisionTransformer:
 
 def record() -> dict[str, Any]:
     """How the shipped weights were made: recipe, accuracy, sha256."""
-    return json.loads(RECORD.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return content

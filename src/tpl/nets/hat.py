@@ -60,12 +60,14 @@ class AnalyticMask(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, embedding: Tensor, scale: Scale, s_max: float) -> Tensor:
+        """sigmoid(s * e)."""
         ctx.save_for_backward(embedding)
         ctx.s_max = s_max
         return torch.sigmoid(scale * embedding)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        """dL/dm * s_max * sigmoid'(e)."""
         (embedding,) = ctx.saved_tensors
         open_ = torch.sigmoid(embedding)
         return grads[0] * ctx.s_max * open_ * (1 - open_), None, None

@@ -64,4 +64,5 @@ def inverse_root(covariance: Tensor) -> Tensor:
     mean_variance = values.mean().clamp_min(torch.finfo(torch.float64).tiny)
     if bool(values[0] <= RIDGE * mean_variance):
         values = values.clamp_min(0) + RIDGE * mean_variance
-    return vectors * values.clamp_min(1e-12).rsqrt()
+    root: Tensor = vectors * values.clamp_min(1e-24).rsqrt()
+    return root

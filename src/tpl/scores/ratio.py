@@ -28,7 +28,7 @@ LOGITS: dict[str, type[LogitScore]] = {s.name: s for s in (MaxLogit, MaxSoftmax,
 
 @dataclass(frozen=True)
 class RatioConfig(Config):
-    """The choices in TPL's score; all can be changed on a trained model."""
+    """The choices in TPL's score; all but `shrinkage` can be changed on a trained model."""
 
     logit: str = option("mls", "logit score; none leaves the likelihood ratio alone", (*LOGITS, "none"))
     in_task: str = option(
@@ -90,11 +90,13 @@ class LikelihoodRatio(Score):
             self.others_scale = float(1 / positive_mean(self.others_centres.score_features(others, others)))
         return self
 
-    def score_features(self, z: Tensor, logits: Tensor, skip_others: Tensor | None = None) -> Tensor:
-        """S_TPL per row. `skip_others` names rows of the memory that are the sample itself."""
+    def score_features(
+        self, z: Tensor, logits: Tensor, skip_own: Tensor | None = None, skip_others: Tensor | None = None
+    ) -> Tensor:
+        """S_TPL per row. The `skip` arguments name the row of each memory that is the sample itself."""
         if self.config.in_task == "none":
             return self.logit_part(z, logits)
-        ratio = self.in_task_part(z, logits) - self.out_of_task_part(z, skip_others)
+        ratio = self.in_task_part(z, logits, skip_own) - self.out_of_task_part(z, skip_others)
         if self.config.logit == "none":
             return ratio
         logit = self.logit_part(z, logits)
@@ -108,10 +110,10 @@ class LikelihoodRatio(Score):
         beta = self.config.beta1 if self.config.beta1 is not None else 1 / self.scales_[position]
         return beta * LOGITS[self.config.logit]().score_features(z, logits)
 
-    def in_task_part(self, z: Tensor, logits: Tensor) -> Tensor:
+    def in_task_part(self, z: Tensor, logits: Tensor, skip: Tensor | None = None) -> Tensor:
         """E_t: beta2 * S_MD, or minus the distance to the task's own memory."""
         if self.config.in_task == "knn":
-            return self.own.score_features(z, logits)
+            return -self.own.distances(z, skip)
         beta = self.config.beta2 if self.config.beta2 is not None else 1 / self.scales_[-1]
         return beta * self.centres.score_features(z, logits)
 

@@ -2,8 +2,8 @@
 
 from tpl.stream.decoding import MAX_PIXELS, decode, to_rgb
 from tpl.stream.errors import DataError, TaskClosed, UnreadableImage
-from tpl.stream.fingerprint import fingerprint
 from tpl.stream.files import FileImages, is_image_name
+from tpl.stream.fingerprint import fingerprint
 from tpl.stream.images import ArrayImages, ImageSet, concatenate
 from tpl.stream.layouts import Source, image_folder
 from tpl.stream.orders import class_order

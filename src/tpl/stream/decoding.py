@@ -89,7 +89,7 @@ def _upright(image: Image.Image) -> Image.Image:
         if image.getexif().get(_ORIENTATION, 1) == 1:
             return image
         return ImageOps.exif_transpose(image)
-    except Exception:  # noqa: BLE001  unreadable EXIF data says nothing about the pixels: keep them as stored
+    except Exception:
         return image
 
 
@@ -97,9 +97,9 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     """16-bit, 32-bit and float grey as RGB. 16 bits map 65535 to 255; a wider range is stretched to fit."""
     values: NDArray[np.float64] = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = float(values.min()), float(values.max())
-    if image.mode == "F" and 0 <= low and high <= 255:
+    if image.mode == "F" and low >= 0 and high <= 255:
         scaled = values * (255 if high <= 1 else 1)
-    elif image.mode != "F" and 0 <= low and high <= 65535:
+    elif image.mode != "F" and low >= 0 and high <= 65535:
         scaled = values / 257
     else:
         scaled = (values - low) * (255 / (high - low)) if high > low else np.zeros_like(values)

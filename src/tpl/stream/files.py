@@ -152,13 +152,9 @@ def merge(trees: Sequence[Tree]) -> Tree:
     for tree in trees:
         twice = next((parts for parts in tree.files if parts in files and is_image_name(parts[-1])), None)
         if twice is not None:
-            raise DataError(
-                f"{'/'.join(twice)} is in {tree.origin} and in another part too: give each part once."
-            )
+            raise DataError(f"{'/'.join(twice)} is in {tree.origin} and in another part too: give each part once.")
         files |= tree.files
-    return Tree(
-        ", ".join(tree.origin for tree in trees), files, frozenset().union(*(t.folders for t in trees))
-    )
+    return Tree(", ".join(tree.origin for tree in trees), files, frozenset().union(*(t.folders for t in trees)))
 
 
 def is_image_name(name: str) -> bool:

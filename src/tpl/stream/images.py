@@ -71,7 +71,8 @@ class ArrayImages(ImageSet):
         return f"{self._origin}[{in_range(index, len(self))}]"
 
     def identity(self, index: int) -> bytes:
-        return self._pixels[in_range(index, len(self))].tobytes()
+        content: bytes = self._pixels[in_range(index, len(self))].tobytes()
+        return content
 
 
 class _View(ImageSet):
@@ -170,9 +171,7 @@ def concatenate(sets: Sequence[ImageSet], label_offsets: Sequence[int]) -> Image
     if not sets or len(sets) != len(label_offsets):
         raise DataError(f"cannot join {len(sets)} image sets with {len(label_offsets)} label offsets.")
     gates: list[Gate] = []
-    labels = np.concatenate(
-        [images.labels + offset for images, offset in zip(sets, label_offsets, strict=True)]
-    )
+    labels = np.concatenate([images.labels + offset for images, offset in zip(sets, label_offsets, strict=True)])
     parts: dict[ImageSet, int] = {}  # tasks cut from one data set share it: keep it once
     part_columns, index_columns = [], []
     for images in sets:
@@ -215,10 +214,8 @@ def _positions(indices: ArrayLike, count: int) -> NDArray[np.int64]:
     if given.dtype == np.bool_ and given.shape == (count,):
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise IndexError(
-            f"select wants a list of indices or a mask of length {count}, not shape {given.shape}"
-        )
+        raise IndexError(f"select wants a list of indices or a mask of length {count}, not shape {given.shape}")
     positions: NDArray[np.int64] = given.astype(np.int64)
-    if positions.size and not (0 <= positions.min() and positions.max() < count):
+    if positions.size and not (positions.min() >= 0 and positions.max() < count):
         raise IndexError(f"select: indices {positions.min()} .. {positions.max()} of {count} images")
     return positions

@@ -29,17 +29,13 @@ class Source:
     skipped: tuple[str, ...] = ()
 
 
-def image_folder(
-    root: Path | str | Sequence[Path | str], name: str = "folder", tree: Tree | None = None
-) -> Source:
+def image_folder(root: Path | str | Sequence[Path | str], name: str = "folder", tree: Tree | None = None) -> Source:
     """A data set in class folders, from a folder, a zip archive, or a list of these that belong together.
 
     Class names are the folders' names, in alphabetical order. `tree` spares reading the root again.
     """
     if tree is None:
-        tree = unwrap(
-            merge([open_tree(root)] if isinstance(root, (str, Path)) else [open_tree(r) for r in root])
-        )
+        tree = unwrap(merge([open_tree(root)] if isinstance(root, (str, Path)) else [open_tree(r) for r in root]))
     skipped: list[str] = []
     if not _is_split(tree):
         classes = _by_class(tree, skipped, tree.origin)

@@ -51,9 +51,7 @@ def _from_file(path: Path, key: str, dataset: str, n: int) -> list[int]:
     if len(order) != n:
         raise DataError(f"{path}: class order {key!r} of {dataset} has {len(order)} entries for {n} classes.")
     if sorted(order) != list(range(n)):
-        raise DataError(
-            f"{path}: class order {key!r} of {dataset} must hold each of 0 to {n - 1} exactly once."
-        )
+        raise DataError(f"{path}: class order {key!r} of {dataset} must hold each of 0 to {n - 1} exactly once.")
     return order
 
 

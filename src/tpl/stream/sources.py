@@ -50,9 +50,7 @@ def _digits() -> Source:
     data = load_digits()
     pixels: NDArray[np.uint8] = np.rint(data.images * (255 / 16)).astype(np.uint8)
     images = ArrayImages(pixels, data.target, origin="digits")
-    train, test = train_test_split(
-        np.arange(len(images)), test_size=0.2, random_state=0, stratify=data.target
-    )
+    train, test = train_test_split(np.arange(len(images)), test_size=0.2, random_state=0, stratify=data.target)
     names = tuple(str(digit) for digit in range(10))
     return Source("digits", images.select(np.sort(train)), images.select(np.sort(test)), names)
 
@@ -168,13 +166,11 @@ def _complete(source: Source, place: Path) -> Source:
     """`source` if no class is missing: published class orders number the classes of the whole data set."""
     count = _CLASS_COUNTS[source.name]
     if len(source.class_names) != count or source.test is None:
-        parts = f"{len(source.class_names)} classes" + (
-            "" if source.test is not None else " and no test images"
-        )
+        parts = f"{len(source.class_names)} classes" + ("" if source.test is not None else " and no test images")
         left_out = f" (skipped: {'; '.join(source.skipped)})" if source.skipped else ""
         raise DataError(
-            f"{place} holds {parts}{left_out}, but {source.name} has {count} with test images. For another data set, or a "
-            f"part of this one, use the data set 'folder'; or pass --download with --data EMPTY_FOLDER."
+            f"{place} holds {parts}{left_out}, but {source.name} has {count} with test images. "
+            f"For another data set, or a part of this one, use the data set 'folder'; or pass --download with --data EMPTY_FOLDER."
         )
     return source
 

@@ -67,9 +67,7 @@ class Stream:
             raise IndexError(f"union of tasks 0..{upto} of a stream of {len(self)}")
         tasks = self._tasks[: upto + 1]
         offsets = np.cumsum([0] + [len(task.classes) for task in tasks]).tolist()
-        tests = [
-            (task.test, offset) for task, offset in zip(tasks, offsets, strict=False) if task.test is not None
-        ]
+        tests = [(task.test, offset) for task, offset in zip(tasks, offsets, strict=False) if task.test is not None]
         return Task(
             name=tasks[0].name if upto == 0 else f"{tasks[0].name} to {tasks[-1].name}",
             classes=self.classes[: offsets[-1]],
@@ -151,9 +149,7 @@ def _sizes(per_task: int | Sequence[int], count: int) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise DataError(f"classes per task must be 1 or more for each task, not {sizes}.")
     if sum(sizes) > count:
-        raise DataError(
-            f"classes per task {sizes} sum to {sum(sizes)}, but the data set has {count} classes."
-        )
+        raise DataError(f"classes per task {sizes} sum to {sum(sizes)}, but the data set has {count} classes.")
     return sizes
 
 
@@ -170,8 +166,6 @@ def _hold_out(task: Task, fraction: float, seed: int) -> Task:
 
 
 def _refuse_repeats(names: Sequence[str], where: str) -> None:
-    repeats = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
+    repeats = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeats:
         raise DataError(f"{where}: class names must be unique, but these repeat: {', '.join(repeats)}.")
