@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpl._version import __version__
@@ -73,7 +74,7 @@ def demo(
         _print_json({"methods": result.rows(), "report": str(page)})
         return
     out.print(rich_table(summary_rows(result.runs, "joint")))
-    out.print(f"The page with accuracy matrices and curves: [bold]{page}[/]", soft_wrap=True)
+    out.print(f"The page with accuracy matrices and curves: [bold]{escape(str(page))}[/]", soft_wrap=True)
 
 
 @app.command()
@@ -120,20 +121,21 @@ def run(
         benchmark, method, encoder, weights, data, download, order, seed, tasks, validation, device, precision, options
     )
     place = directory or Path("runs") / spec.directory_name()
+    joint = RunResult.read(against) if against else None
     try:
         with RunProgress(err, quiet=as_json) as progress:
             result = execute(spec, place, resume, progress)
     except KeyboardInterrupt:
-        err.print(f"Interrupted. Finished tasks are safe in {place}; go on with the same command and --resume.")
+        where = escape(str(place))
+        err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")
         raise typer.Exit(130) from None
-    joint = RunResult.read(against) if against else None
     forgetting = result.against(joint) if joint else {}
     if as_json:
         _print_json({"directory": str(place)} | result.summary | forgetting)
         return
     runs = {method: result} | ({"joint": joint} if joint else {})
     out.print(rich_table(summary_rows(runs, "joint" if joint else None)))
-    out.print(f"Run directory: [bold]{place}[/]", soft_wrap=True)
+    out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
 
 
 @app.command("list")
@@ -211,7 +213,7 @@ def report(
         _print_json({"runs": summary_rows(found, joint), "report": str(file)})
         return
     out.print(rich_table(summary_rows(found, joint)))
-    out.print(f"The page: [bold]{file}[/]", soft_wrap=True)
+    out.print(f"The page: [bold]{escape(str(file))}[/]", soft_wrap=True)
 
 
 @app.command()
@@ -259,7 +261,7 @@ def main() -> None:
     try:
         app()
     except TplError as error:
-        err.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         err.print("Interrupted.")

@@ -32,13 +32,13 @@ class RunProgress:
         self.stage = 0
 
     def __enter__(self) -> Self:
-        self.progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.bar is not None:
+            self.progress.stop()
 
     def __call__(self, event: Event) -> None:
         """Draw one event."""
@@ -49,6 +49,7 @@ class RunProgress:
     def _on_run(self, data: dict[str, Any]) -> None:
         self.images, self.stage = data["images"], data["learned"]
         done = sum(self.images[: self.stage])
+        self.progress.start()  # not earlier: a run that cannot begin draws nothing, not even an empty line
         self.bar = self.progress.add_task(
             data["method"], total=float(sum(self.images)), completed=done, doing="starting"
         )

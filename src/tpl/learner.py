@@ -27,7 +27,7 @@ from tpl.methods import Method, find_method
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore
-from tpl.stream import FileImages, ImageSet, Task, to_rgb
+from tpl.stream import FileImages, ImageSet, Task, UnreadableImage, to_rgb
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
 
@@ -157,7 +157,16 @@ class _Loose(ImageSet):
         image = self.images[index]
         if isinstance(image, (str, Path)):
             return FileImages([Path(image)]).load(0)
-        return to_rgb(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
+        if isinstance(image, Image.Image):
+            return to_rgb(image)
+        array = np.asarray(image)
+        try:
+            return to_rgb(Image.fromarray(array))
+        except (TypeError, ValueError) as error:
+            raise UnreadableImage(
+                f"{self.name(index)} is no picture ({array.dtype} of shape {list(array.shape)}); "
+                "give a path, a Pillow image, or a uint8 array of shape [h, w], [h, w, 3] or [h, w, 4]."
+            ) from error
 
     def name(self, index: int) -> str:
         image = self.images[index]

@@ -120,8 +120,12 @@ class Memory:
         ends = state["lengths"].cumsum(0).tolist()
         flat = [raw[end - length : end] for end, length in zip(ends, state["lengths"].tolist(), strict=True)]
         bounds = [0, *state["counts"].cumsum(0).tolist()]
-        self._prepared = None
-        self.exemplars = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        exemplars = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        self.restore(exemplars)
+
+    def restore(self, exemplars: list[list[bytes]]) -> None:
+        """Hold exactly these exemplars."""
+        self.exemplars, self._prepared = exemplars, None
 
 
 class StoredImages(ImageSet):

@@ -84,12 +84,11 @@ def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = s
     """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
     store = ModelStore(out / "model")
     _check_directory(out, resume)
-    finished = out / "results.json"
-    if resume and finished.exists():
-        return RunResult.read(out)
     stream, learner = spec.stream(), spec.learner()
     (out / "stages").mkdir(parents=True, exist_ok=True)
     _write_description(spec, out, stream, learner)
+    if (out / "results.json").exists():
+        return RunResult.read(out)
     learned = int(store.header()["commits"]) if store.exists() else 0
     if learned:
         learner = Learner.load(store.path, spec.weights, spec.device, spec.precision)
@@ -110,8 +109,9 @@ def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = s
             if t >= learned:
                 started = time.perf_counter()
                 learner.learn(stream.union(t) if learner.method.cumulative else task, tell)
-                learner.save(store.path)
+                # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
                 _write_stage(out, t, {"seconds_learning": time.perf_counter() - started})
+                learner.save(store.path)
             stage = json.loads(_stage_file(out, t).read_text(encoding="utf-8"))
             if "cil" not in stage:
                 started = time.perf_counter()

@@ -39,8 +39,10 @@ def choose_compute(device: str = "auto", precision: str = "auto") -> Compute:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-        torch.zeros(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)  # streams and recorded steps belong to the current device
+        torch.zeros(1, device=chosen, dtype=torch.float64)  # statistics need double precision
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
     gpu_bf16 = chosen.type == "cuda" and torch.cuda.is_bf16_supported()
     return Compute(chosen, bf16=precision == "bf16" or (precision == "auto" and gpu_bf16))

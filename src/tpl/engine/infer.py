@@ -1,4 +1,4 @@
-"""Inference in batches that bound the memory and never change the answer."""
+"""Inference in batches that bound the memory. Always float32: batches must not change the answer."""
 
 from __future__ import annotations
 
@@ -25,5 +25,4 @@ def in_batches(
         for block in pixels.split(batch_size):
             images = normalise(block.to(compute.device, non_blocking=True))
             parts.append(function(images))
-    # A clone outside inference mode is an ordinary tensor that autograd may meet again.
-    return torch.cat(parts).clone() if parts else torch.zeros(0, device=compute.device)
+    return torch.cat(parts)  # outside inference mode: an ordinary tensor that autograd may meet again

@@ -45,8 +45,10 @@ class GatedSGD(torch.optim.Optimizer):
                     update = update.add(p, alpha=group["weight_decay"])
                 if group["momentum"]:
                     update = self._momentum(p, update, group["momentum"], group["nesterov"])
-                gate = self.gates.get(p)
-                p.sub_(update if gate is None else update * gate, alpha=group["lr"])
+                if (gate := self.gates.get(p)) is not None:
+                    # Not a plain product: zero times an overflow would be NaN in a protected weight.
+                    update = torch.where(gate > 0, update * gate, 0)
+                p.sub_(update, alpha=group["lr"])
 
     def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:
         buffer = self.state[p].get("momentum")

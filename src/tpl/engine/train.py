@@ -15,6 +15,8 @@ from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
 from tpl.errors import TplError
 
+SHORTEST_CYCLE = 8  # steps in which a mask can still be annealed
+
 
 @dataclass(frozen=True)
 class Recipe(Config):
@@ -27,12 +29,17 @@ class Recipe(Config):
     weight_decay: float = option(5e-4, "weight decay of SGD: 5e-4 in the public code, 0 by the paper's text", minimum=0)
     nesterov: bool = option(True, "Nesterov momentum: true in the public code, false by the paper's text")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not 0 < self.momentum < 1:
+            raise TplError(f"Nesterov needs a momentum between 0 and 1; got {self.momentum}.")
+
 
 class Objective(Protocol):
     """What a method wants of the loop.
 
-    `progress` is how far through the epoch a step is, from 0 up to but not including 1. It lives on the
-    device, and an objective must not branch on its value: on a GPU the whole step is recorded once and replayed.
+    `progress` is how far through the epoch a step is, from 0 up to but not including 1 (see `cycle_length`). It lives
+    on the device, and an objective must not branch on its value: on a GPU a step is recorded once and replayed.
     """
 
     def loss(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
@@ -160,6 +167,15 @@ class RecordedStep:
         self.graph = graph
 
 
+def cycle_length(steps: int, epochs: int) -> int:
+    """Steps in which `progress` runs from 0 to 1: an epoch, or several where epochs are very short.
+
+    A handful of images makes one step an epoch. Annealing inside such an epoch would never leave its start.
+    """
+    whole_epochs = min(math.ceil(SHORTEST_CYCLE / steps), epochs)
+    return steps * whole_epochs
+
+
 def train(
     objective: Objective,
     optimiser: GatedSGD,
@@ -175,11 +191,12 @@ def train(
     plain = Step(objective, optimiser, batches, normalise)
     device = batches.new.pixels.device
     step = RecordedStep(plain) if device.type == "cuda" else plain
-    progress = torch.arange(batches.steps, device=device, dtype=torch.float32) / batches.steps
+    cycle = cycle_length(batches.steps, epochs)
+    progress = (torch.arange(cycle, device=device, dtype=torch.float32) / cycle).unbind()
     for epoch in range(epochs):
         plain.total.zero_()
-        for (rows, old), moment in zip(batches.epoch(), progress, strict=True):
-            step(rows, old, moment)
+        for number, (rows, old) in enumerate(batches.epoch(), start=epoch * batches.steps):
+            step(rows, old, progress[number % cycle])
         mean = float(plain.total) / batches.steps
         if not math.isfinite(mean):
             raise TplError(

@@ -7,6 +7,7 @@ so an old task's features never change: with binary masks not by a single bit.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from tpl.config import Config, option
 from tpl.engine import Batches, Compute, Event, GatedSGD, Listener, Recipe, Samples, in_batches, train
+from tpl.methods.base import Method
 from tpl.nets import Adapters, Encoder, hat
 
 NEARLY_FULL = 0.95
@@ -79,9 +81,8 @@ class Bank:
         return hat.task_mask(self.tasks[task].embedding.detach(), self.config.s_max, self.config.masks)
 
     def features(self, images: Tensor, model: TaskModel, mask: Tensor) -> Tensor:
-        """Features of normalised images under one task's norms and a mask, float32."""
-        with self.compute.autocast():
-            z: Tensor = self.encoder(images, model.norms, self.adapters, mask)
+        """Features of normalised images under one task's norms and a mask."""
+        z: Tensor = self.encoder(images, model.norms, self.adapters, mask)
         return z.float()
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
@@ -118,14 +119,19 @@ class Bank:
         batches = Batches(samples, replay, recipe.batch_size, generator)
         train(objective, optimiser, batches, recipe.epochs, self.normalise, listen)
         self.add(model)
-        assert self.used is not None
-        listen(Event("capacity", {"used": hat.capacity_used(self.used)}))
+        listen(Event("capacity", self.capacity()))
 
     def add(self, model: TaskModel) -> None:
         """Take up a finished task: freeze it and claim its units."""
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
         mask = self.mask(len(self.tasks) - 1)
         self.used = mask if self.used is None else torch.maximum(self.used, mask)
+
+    def capacity(self) -> dict[str, float]:
+        """How full the network is: the share of units in use, and of adapter weights that are frozen."""
+        if self.used is None:
+            return {"units": 0.0, "frozen": 0.0}
+        return {"units": hat.capacity_used(self.used), "frozen": hat.frozen_share(self.adapters.gates(self.used))}
 
     def _new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
         dim = self.encoder.dim
@@ -136,10 +142,11 @@ class Bank:
         return TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
 
     def _warn_if_full(self, listen: Listener) -> None:
-        if self.used is not None and (share := hat.capacity_used(self.used)) >= NEARLY_FULL:
+        frozen = self.capacity()["frozen"]
+        if frozen >= NEARLY_FULL:
             text = (
-                f"{share:.1%} of the adapters' units are in use. New tasks still get their own norms, masks and "
-                f"head, but hardly any free weights; a model with a larger latent size has more room."
+                f"{frozen:.1%} of the adapters' weights belong to earlier tasks. A new task still gets its own norms, "
+                f"mask and head, but hardly any free weights; a model with a larger latent size has more room."
             )
             listen(Event("warning", {"text": text}))
 
@@ -158,7 +165,8 @@ class HatObjective:
             mask: Tensor = hat.AnalyticMask.apply(embedding, scale, s_max)  # type: ignore[no-untyped-call]
         else:
             mask = hat.soft_mask(embedding, scale)
-        z = self.bank.features(images, self.model, mask)
+        with self.bank.compute.autocast():
+            z = self.bank.features(images, self.model, mask)
         sparsity = self.config.sparsity * hat.regulariser(mask, self.bank.used)
         return F.cross_entropy(self.model.logits(z), labels) + sparsity
 
@@ -173,3 +181,35 @@ class HatObjective:
         """Keep the embedding where its sigmoid still has a slope."""
         with torch.no_grad():
             self.model.embedding.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
+
+
+class BankMethod(Method):
+    """A method that asks every task's model and then weighs what they say.
+
+    The two steps are apart so that outputs that cannot change are computed once, and so that a trained bank serves
+    every way of weighing.
+    """
+
+    bank: Bank
+
+    @abstractmethod
+    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+        """How much each task claims each image, `[n, tasks]`."""
+
+    @abstractmethod
+    def log_probabilities_of(self, outputs: list[Outputs]) -> Tensor:
+        """log P(class | image) from every task's outputs."""
+
+    @property
+    def outputs_are_final(self) -> bool:
+        """Whether a task's outputs on an image stay the same for ever."""
+        return self.bank.config.masks == "binary"
+
+    def outputs(self, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
+        """Every task's features and logits; those already `known` are not computed again."""
+        known = known or []
+        return known + [self.bank.outputs(pixels, t) for t in range(len(known), len(self.bank.tasks))]
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """log P(class | image) by asking every task."""
+        return self.log_probabilities_of(self.outputs(pixels))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,10 +66,11 @@ class Method(ABC):
         """Take up what `state` gave. `task_classes_` and the memory are already in place."""
 
     def parameters(self) -> int:
-        """Size of the network with everything a task keeps, in numbers, without the memory."""
+        """Size of the network with everything a task keeps, in numbers, without the memory or what it derives."""
         trunk = sum(p.numel() for p in self.encoder.parameters())
         state = self.state()
-        return trunk + sum(t.numel() for part in (state.shared, *state.tasks) for t in part.values())
+        kept = [(k, t) for part in (state.shared, *state.tasks) for k, t in part.items()]
+        return trunk + sum(t.numel() for k, t in kept if not k.startswith("memory."))
 
     # What every method gets
 
@@ -76,17 +79,12 @@ class Method(ABC):
         """All classes seen, in the order of arrival."""
         return [c for classes in self.task_classes_ for c in classes]
 
-    @property
-    def task_of_class_(self) -> Tensor:
-        """The number of the task that brought each class."""
-        sizes = torch.tensor([len(classes) for classes in self.task_classes_], dtype=torch.long)
-        return torch.arange(len(sizes)).repeat_interleave(sizes)
-
     def learn(self, task: Task, listen: Listener = silent) -> None:
-        """Learn one more task. Its classes must be new (a cumulative method starts afresh instead)."""
-        if self.cumulative:
-            self.task_classes_ = []
-        known = set(self.classes_) & set(task.classes)
+        """Learn one more task, or stay as before if that fails or is interrupted.
+
+        The task's classes must be new (a cumulative method starts afresh instead).
+        """
+        known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
             raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must bring new classes only.")
         counts = np.bincount(np.asarray(task.train.labels), minlength=len(task.classes))
@@ -94,8 +92,28 @@ class Method(ABC):
         if empty:
             raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
         listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
-        self.learn_task(task, self.samples(task, listen), listen)
-        self.task_classes_.append(task.classes)
+        samples = self.samples(task, listen)
+        before = self._snapshot()
+        try:
+            if self.cumulative:
+                self.task_classes_ = []
+            self.learn_task(task, samples, listen)
+            self.task_classes_ = [*self.task_classes_, task.classes]
+        except BaseException:
+            self._restore(before)
+            raise
+
+    def _snapshot(self) -> tuple[State, list[tuple[str, ...]], list[list[bytes]]]:
+        state = self.state()
+        copy = State(*(_cloned(part) for part in (state.shared, state.tasks)))
+        exemplars = [list(images) for images in self.memory.exemplars] if self.memory is not None else []
+        return copy, self.task_classes_, exemplars
+
+    def _restore(self, snapshot: tuple[State, list[tuple[str, ...]], list[list[bytes]]]) -> None:
+        state, self.task_classes_, exemplars = snapshot
+        if self.memory is not None:
+            self.memory.restore(exemplars)
+        self.load_state(state)
 
     def samples(self, task: Task, listen: Listener) -> Samples:
         """The task's training images, decoded and resized once, on the compute device."""
@@ -105,14 +123,27 @@ class Method(ABC):
         labels = torch.tensor(np.asarray(task.train.labels), dtype=torch.long)
         return Samples(pixels.to(self.compute.device), labels.to(self.compute.device))
 
-    def generator(self, purpose: int = 0, task: int | None = None) -> torch.Generator:
+    def generator(self, purpose: str, task: int | None = None) -> torch.Generator:
         """Random numbers that depend on the seed, the task's number and the purpose, on nothing else.
 
         So a run that was interrupted and resumed draws the same numbers as one that was not.
         """
         number = len(self.task_classes_) if task is None else task
-        mixed = np.random.SeedSequence([self.seed, number, purpose]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(mixed[0] >> 1))
+        mixed = np.random.SeedSequence([self.seed, number, zlib.crc32(purpose.encode())])
+        return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
+
+
+def task_of_class(task_classes: Sequence[Sequence[str]]) -> Tensor:
+    """The number of the task that brought each class."""
+    sizes = torch.tensor([len(classes) for classes in task_classes], dtype=torch.long)
+    return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def _cloned(part: Any) -> Any:
+    """Nested lists and dicts of tensors, with copies of the tensors."""
+    if isinstance(part, list):
+        return [_cloned(entry) for entry in part]
+    return {name: tensor.clone() for name, tensor in part.items()}
 
 
 METHODS: dict[str, type[Method]] = {}

@@ -44,11 +44,18 @@ class Network(nn.Module):
         self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
         self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
 
+    def features(self, images: Tensor) -> Tensor:
+        """Features of normalised images."""
+        z: Tensor = self.trunk[0](images, self.norms, self.adapters)
+        return z.float()
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits over all classes so far."""
+        return F.linear(features, self.head_weight, self.head_bias)
+
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of normalised images over all classes so far."""
-        with self.compute.autocast():
-            z: Tensor = self.trunk[0](images, self.norms, self.adapters)
-        return F.linear(z.float(), self.head_weight, self.head_bias)
+        """Logits of normalised images."""
+        return self.logits(self.features(images))
 
 
 class CrossEntropy:
@@ -59,7 +66,9 @@ class CrossEntropy:
 
     def loss(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
         """Cross-entropy of one batch."""
-        return F.cross_entropy(self.network(images), labels)
+        with self.network.compute.autocast():
+            z = self.network.features(images)
+        return F.cross_entropy(self.network.logits(z), labels)
 
     def after_backward(self, progress: Tensor) -> None:
         """Nothing to do."""
@@ -80,11 +89,11 @@ class NetworkMethod(Method):
 
     def new_network(self) -> Network:
         """A network that knows no class yet."""
-        return Network(self.encoder, self.config, self.compute, self.generator(0, task=0))
+        return Network(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Grow the head and train everything trainable on the task's data alone."""
-        self.network.grow(len(task.classes), self.generator(1))
+        self.network.grow(len(task.classes), self.generator("head"))
         labels = samples.labels + len(self.classes_)
         self.fit(Samples(samples.pixels, labels), listen)
 
@@ -93,7 +102,7 @@ class NetworkMethod(Method):
         config = self.config
         trainable = [p for p in self.network.parameters() if p.requires_grad]
         optimiser = GatedSGD(trainable, config.lr, config.momentum, config.weight_decay, config.nesterov)
-        batches = Batches(samples, None, config.batch_size, self.generator(2))
+        batches = Batches(samples, None, config.batch_size, self.generator("training"))
         train(CrossEntropy(self.network), optimiser, batches, config.epochs, self.preprocess.normalise, listen)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:

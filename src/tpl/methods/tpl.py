@@ -7,7 +7,7 @@ logit; the scores become P(task | image), and times the within-task probability 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
-from tpl.methods.bank import Bank, HatConfig, Outputs, TaskModel
-from tpl.methods.base import Method, register
+from tpl.methods.bank import Bank, BankMethod, HatConfig, Outputs, TaskModel
+from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores
@@ -39,8 +40,12 @@ class TPLConfig(RatioConfig, HatConfig, Recipe):
     calibration: str = option("none", "fitted on the memory after every task", CALIBRATIONS)
 
 
+# What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
+RESCORABLE = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}
+
+
 @register
-class TPL(Method):
+class TPL(BankMethod):
     """Likelihood-ratio task prediction over a bank of task models."""
 
     name = "tpl"
@@ -53,7 +58,7 @@ class TPL(Method):
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
-        self.bank = Bank(self.encoder, config, compute, self.preprocess.normalise, self.generator())
+        self.bank = Bank(self.encoder, config, compute, self.preprocess.normalise, self.generator("adapters"))
         self.scores_: list[LikelihoodRatio] = []
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
@@ -65,28 +70,14 @@ class TPL(Method):
         outputs = own
         if replay is not None:
             outputs += 1 if self.config.others == "single" else len(self.classes_)
-        self.bank.learn(samples, replay, own, outputs, self.config, self.generator(1), listen)
+        self.bank.learn(samples, replay, own, outputs, self.config, self.generator("training"), listen)
         z, logits = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
+        if not bool(z.isfinite().all()):
+            raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
         kept = self.memory.add(task.train, own, self.preprocess)
         self._see_memory(kept)
         self._use_memory([*self.task_classes_, task.classes], calibrate=True)
-
-    def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """log P(class | image), Eq. 3, by asking every task."""
-        return self.log_probabilities_of(self.outputs(pixels))
-
-    # The same in two steps, so that outputs that cannot change need not be computed again
-
-    @property
-    def outputs_are_final(self) -> bool:
-        """Whether a task's outputs on an image stay the same for ever."""
-        return self.config.masks == "binary"
-
-    def outputs(self, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
-        """Every task's features and logits; those already `known` are not computed again."""
-        known = known or []
-        return known + [self.bank.outputs(pixels, t) for t in range(len(known), len(self.bank.tasks))]
 
     def task_scores(self, outputs: list[Outputs]) -> Tensor:
         """S_TPL of every task before calibration, `[n, tasks]`."""
@@ -96,18 +87,21 @@ class TPL(Method):
         """log P(class | image) from every task's outputs."""
         scores = self.task_scores(outputs)
         within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
-        task_of_class = self.task_of_class_.to(scores.device)
+        owner = task_of_class(self.task_classes_).to(scores.device)
         if self.calibration_ is not None:
             scale, shift = self.calibration_
             if self.config.calibration == "probability":
-                raw: Tensor = (scale * scores)[:, task_of_class] * within.exp() + shift[task_of_class]
+                raw: Tensor = (scale * scores)[:, owner] * within.exp() + shift[owner]
                 return raw.log_softmax(dim=1)
             scores = scores * scale + shift
         task_log_p: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
-        return within + task_log_p[:, task_of_class]
+        return within + task_log_p[:, owner]
 
     def rescore(self, **changes: Any) -> None:
         """Change score, temperature or calibration of the trained model; nothing is trained anew."""
+        fixed = [name for name in changes if name not in RESCORABLE and changes[name] != getattr(self.config, name)]
+        if fixed:
+            raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
         self.config = self.config.replace(**changes)
         self.scores_ = [LikelihoodRatio(self.config).load_state(s.state()) for s in self.scores_]
         self._use_memory(self.task_classes_, calibrate=True)
@@ -140,18 +134,19 @@ class TPL(Method):
 
     def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
         """Give every score the others' memory, and calibrate on it: both change with every task."""
-        sizes = torch.tensor([len(classes) for classes in task_classes])
-        task_of_class = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.compute.device)
+        owner = task_of_class(task_classes).to(self.compute.device)
         labels = self.memory.labels.to(self.compute.device)
-        tasks = task_of_class[labels]
+        tasks = owner[labels]
+        # A task that nobody else's memory opposes would stand out: then kNN is left out for all of them.
+        opposed = all(bool((tasks != t).any()) for t in range(len(task_classes)))
         for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
-            mine = tasks == t
-            score.refresh(seen.features[mine], seen.features[~mine], labels[~mine])
+            others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
+            score.refresh(seen.features[tasks == t], seen.features[others], labels[others])
         if calibrate:
-            wanted = self.config.calibration != "none" and len(sizes) > 1 and len(labels) > 0
-            self.calibration_ = self._calibrate(labels, tasks, task_of_class) if wanted else None
+            wanted = self.config.calibration != "none" and opposed and len(task_classes) > 1
+            self.calibration_ = self._calibrate(labels, tasks, owner) if wanted else None
 
-    def _calibrate(self, labels: Tensor, tasks: Tensor, task_of_class: Tensor) -> Tensor:
+    def _calibrate(self, labels: Tensor, tasks: Tensor, owner: Tensor) -> Tensor:
         columns = []
         for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
             # Every sample is itself in one of this task's two kNN banks: it must not find itself.
@@ -162,7 +157,9 @@ class TPL(Method):
         if self.config.calibration == "score":
             return calibrate_scores(scores, tasks)
         within = torch.cat([seen.logits.double().softmax(dim=1) for seen in self.memory_outputs_], dim=1)
-        return calibrate_probabilities(within, scores, task_of_class, labels, self.generator(2, len(self.bank.tasks)))
+        return calibrate_probabilities(
+            within, scores, owner, labels, self.generator("calibration", len(self.bank.tasks))
+        )
 
     def state(self) -> State:
         """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
@@ -183,7 +180,8 @@ class TPL(Method):
         prefix = "adapters."
         adapters = {k.removeprefix(prefix): v for k, v in state.shared.items() if k.startswith(prefix)}
         self.bank.adapters.load_state_dict(adapters)
-        self.memory_outputs_ = []
+        self.bank.tasks, self.bank.used = [], None
+        self.scores_, self.memory_outputs_ = [], []
         for t, (own, classes) in enumerate(zip(state.tasks, self.task_classes_, strict=True)):
             model = [own[k] for k in ("embedding", "norms", "head_weight", "head_bias")]
             self.bank.add(TaskModel(len(classes), *model))

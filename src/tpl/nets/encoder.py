@@ -73,12 +73,12 @@ class Encoder(nn.Module):
         vit = self.vit
         norm = _NormSequence(norms, [n.eps for n in self._norms()])
         weights = adapters.layers() if adapters is not None else []
-        gates: list[Any] = [None] * len(weights)
+        opened: list[Any] = [None] * len(weights)
         if adapters is not None and masks is not None:
-            gates = list(adapters.split_masks(masks))
+            opened = list(adapters.split_masks(masks))
 
         def bypass(index: int, x: Tensor) -> Tensor:
-            return adapt(x, weights[index], gates[index]) if weights else x
+            return adapt(x, weights[index], opened[index]) if weights else x
 
         x = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
         for i, block in enumerate(vit.blocks):
@@ -118,5 +118,7 @@ def _check_supported(vit: VisionTransformer, name: str) -> None:
         )
         if not standard:
             raise TplError(f"'{name}' has {type(block).__name__} blocks; adapters need timm's pre-norm ViT block.")
+    if type(vit).forward_head is not VisionTransformer.forward_head:
+        raise TplError(f"'{name}' has a head of its own kind ({type(vit).__name__}); choose a plain ViT or DeiT.")
     if vit.attn_pool is not None:
         raise TplError(f"'{name}' pools by attention, which no task can adapt; choose a ViT with a class token.")

@@ -87,3 +87,9 @@ def regulariser(mask: Tensor, used: Tensor | None) -> Tensor:
 def capacity_used(used: Tensor) -> float:
     """The share of units that some task holds."""
     return float((used > 0.5).double().mean())
+
+
+def frozen_share(gates: dict[str, Tensor]) -> float:
+    """The share of the adapters' weights that later tasks can no longer move."""
+    closed = sum(float((1 - gate).double().sum()) for gate in gates.values())
+    return closed / sum(gate.numel() for gate in gates.values())

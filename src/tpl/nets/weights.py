@@ -80,7 +80,11 @@ def _from_file(
     name: str, model: VisionTransformer, data_config: dict[str, Any], file: Path, remembered: Path | None
 ) -> Encoder:
     state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # right names, other shapes
+        detail = str(error).splitlines()[-1].strip()
+        raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).") from error
     if missing or unexpected:
         detail = "; ".join(
             f"{what}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}"

@@ -29,7 +29,7 @@ def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
             optimiser.zero_grad()
             F.cross_entropy(affine[0] * scores + affine[1], tasks).backward()
             optimiser.step()
-    return affine.detach()
+    return _sane(affine.detach())
 
 
 def calibrate_probabilities(
@@ -50,4 +50,11 @@ def calibrate_probabilities(
                 per_class = affine[:, task_of_class]
                 F.cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows]).backward()
                 optimiser.step()
-    return affine.detach()
+    return _sane(affine.detach())
+
+
+def _sane(affine: Tensor) -> Tensor:
+    """The fit, or no calibration at all where it diverged or would turn a score around."""
+    if bool(affine.isfinite().all()) and bool((affine[0] > 0).all()):
+        return affine
+    return torch.stack([torch.ones_like(affine[0]), torch.zeros_like(affine[1])])

@@ -37,7 +37,7 @@ class Mahalanobis(Score):
         present, y = y.unique(return_inverse=True)  # a class without samples has no centre
         one_hot = torch.nn.functional.one_hot(y, len(present)).double()
         self.means_ = (one_hot.T @ z) / one_hot.sum(dim=0).unsqueeze(1)
-        self.whitening_ = inverse_root(self._covariance(z - self.means_[y]))
+        self.whitening_ = inverse_root(self._covariance(_spread(z, self.means_[y])))
         return self
 
     def distances(self, z: Tensor) -> Tensor:
@@ -58,11 +58,28 @@ class Mahalanobis(Score):
         return centred.T @ centred / n
 
 
+def _spread(z: Tensor, centres: Tensor) -> Tensor:
+    """Deviations that a covariance can be made of.
+
+    With one image a class nothing deviates from its own centre; then the spread of all images stands in, and
+    with one image in all, its own size.
+    """
+    for deviations in (z - centres, z - z.mean(dim=0)):
+        if bool(deviations.any()):
+            return deviations
+    size = z.square().mean().sqrt().clamp_min(1e-12)
+    alike: Tensor = size * z.shape[1] ** 0.5 * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+    return alike
+
+
 def inverse_root(covariance: Tensor) -> Tensor:
-    """W with W W^T = Sigma^-1, by eigenvectors; a tiny ridge makes a singular Sigma invertible."""
+    """W with W W^T = Sigma^-1, by eigenvectors; a tiny ridge makes a singular Sigma invertible.
+
+    (A pseudo-inverse would let a sample deviate for free where the training data did not vary.)
+    """
     values, vectors = torch.linalg.eigh(covariance)
     mean_variance = values.mean().clamp_min(torch.finfo(torch.float64).tiny)
     if bool(values[0] <= RIDGE * mean_variance):
         values = values.clamp_min(0) + RIDGE * mean_variance
     root: Tensor = vectors * values.clamp_min(1e-24).rsqrt()
-    return root
+    return root.contiguous()  # rows in memory as a file will give them back: the same bits after loading

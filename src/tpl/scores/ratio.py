@@ -38,8 +38,12 @@ class RatioConfig(Config):
     compose: str = option("or", "or: soft maximum, Eq. 9; and: soft minimum, the pseudo-code", ("or", "and"))
     distance: str = option("l2", "l2: the paper's; squared: the public code's", ("l2", "squared"))
     k: int = option(5, "which neighbour counts in kNN", minimum=1)
-    beta1: float | None = option(None, "scale of the logit score; none: inverse mean on the training data, Eq. 10")
-    beta2: float | None = option(None, "scale of the MD score; none: inverse mean on the training data, Eq. 10")
+    beta1: float | None = option(
+        None, "scale of the logit score; none: inverse mean on the training data, Eq. 10", above=0
+    )
+    beta2: float | None = option(
+        None, "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10", above=0
+    )
     shrinkage: str = option(
         "auto", "covariance of MD; auto: none (the paper's) where samples abound, else oas", ("auto", "none", "oas")
     )
@@ -134,9 +138,9 @@ class LikelihoodRatio(Score):
 
 
 def positive_mean(score: Tensor) -> Tensor:
-    """The mean that scales a score to 1; where it is not positive, the mean magnitude.
+    """The mean that scales a score to 1; where it is not clearly positive, the mean magnitude.
 
-    Dividing by a negative mean would turn the score around: less likely would look more likely.
+    Dividing by a negative mean would turn the score around, and by one near zero would blow it up.
     """
-    mean = score.double().mean()
-    return torch.where(mean > 0, mean, score.double().abs().mean()).clamp_min(1e-12)
+    mean, magnitude = score.double().mean(), score.double().abs().mean()
+    return torch.where(mean > 0.1 * magnitude, mean, magnitude).clamp_min(1e-12)

@@ -39,6 +39,7 @@ class Preprocess:
         self.height, self.width = int(size[1]), int(size[2])
         self.mean: tuple[float, ...] = tuple(config.setdefault("mean", IMAGENET_DEFAULT_MEAN))
         self.std: tuple[float, ...] = tuple(config.setdefault("std", IMAGENET_DEFAULT_STD))
+        self._affines: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._transform = create_transform(**config, is_training=False, use_prefetcher=True)
         self._resize, self._crop = self._transform.transforms[:2]
 
@@ -88,9 +89,15 @@ class Preprocess:
         """uint8 pixels [n, 3, h, w] as the float32 the encoder was trained on, on the same device."""
         if pixels.dtype != torch.uint8:
             raise TypeError(f"normalise wants uint8 pixels, not {pixels.dtype}")
-        mean = torch.tensor(self.mean, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
-        return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+        scale, shift = self._affine(pixels.device)
+        return pixels.float() * scale - shift
+
+    def _affine(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """1 / (255 std) and mean / std, copied to a device once: nothing is sent there step by step."""
+        if device not in self._affines:
+            mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
+            self._affines[device] = ((1 / (255 * std)).float().to(device), (mean / std).float().to(device))
+        return self._affines[device]
 
     def _cropped(self, images: ImageSet, index: int) -> Image.Image:
         """What `__call__` does to the image, but for its last step to a tensor."""

@@ -170,7 +170,8 @@ def _complete(source: Source, place: Path) -> Source:
         left_out = f" (skipped: {'; '.join(source.skipped)})" if source.skipped else ""
         raise DataError(
             f"{place} holds {parts}{left_out}, but {source.name} has {count} with test images. "
-            f"For another data set, or a part of this one, use the data set 'folder'; or pass --download with --data EMPTY_FOLDER."
+            f"For another data set, or a part of this one, use the benchmark 'folder'; or "
+            f"pass --download with --data EMPTY_FOLDER."
         )
     return source
 

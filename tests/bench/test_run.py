@@ -1,0 +1,307 @@
+"""A run and its directory: complete, consistent, and the same whether or not it was interrupted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tpl import Learner, TplError
+from tpl.bench import metrics
+from tpl.bench.evaluate import Evaluator
+from tpl.bench.results import KINDS, RunResult
+from tpl.bench.run import RunError, RunSpec, execute
+from tpl.engine import Event
+from tpl.nets.compact import record
+
+TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
+OPTIONS: dict[str, Any] = TRAINING | {"memory": 20}
+SPEC = RunSpec("digits-5t", tasks=2, device="cpu", options=OPTIONS)
+
+
+class Whole:
+    """An uninterrupted run: where it is, what it measured, what it told."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.events = place, list[Event]()
+        self.result = execute(SPEC, place, listen=self.events.append)
+        self.answers = answers(place)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    spec = RunSpec("digits-5t", "joint", tasks=2, device="cpu", options=TRAINING)
+    return execute(spec, tmp_path_factory.mktemp("joint") / "run")
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    spec = RunSpec("digits-5t", "finetune", tasks=1, validation=0.2, device="cpu", options=TRAINING)
+    return execute(spec, tmp_path_factory.mktemp("validated") / "run")
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose second task was interrupted while it was being trained."""
+    place = tmp_path_factory.mktemp("interrupted") / "run"
+    epochs = 0
+
+    def interrupt(event: Event) -> None:
+        nonlocal epochs
+        epochs += event.kind == "epoch"
+        if epochs == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(SPEC, place, listen=interrupt)
+    return place
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn(*_: object) -> None:
+        raise AssertionError("nothing may be trained here")
+
+    monkeypatch.setattr(Learner, "learn", learn)
+
+
+def answers(place: Path) -> torch.Tensor:
+    """log P(class | image) of a run's model, on the test images of all its tasks."""
+    images = SPEC.stream().union(1).test
+    assert images is not None
+    return Learner.load(place / "model", device="cpu").log_probabilities(images)
+
+
+def assert_same_run(place: Path, whole: Whole) -> None:
+    """The same matrices, and bit for bit the same answers."""
+    assert read(place / "results.json")["matrices"] == read(whole.place / "results.json")["matrices"]
+    assert torch.equal(answers(place), whole.answers)
+
+
+def test_the_description_says_what_was_run(whole: Whole) -> None:
+    run = read(whole.place / "run.json")
+    assert (run["benchmark"], run["method"], run["seed"], run["order"]) == ("digits-5t", "tpl", 0, "natural")
+    assert run["options"] == SPEC.all_options()
+    assert run["options"] | OPTIONS == run["options"]
+    assert run["classes"] == [["0", "1"], ["2", "3"]]
+    assert run["encoder"] == {"name": "compact", "sha256": record()["sha256"]}
+    assert run["test_images"] == [len(task.test or ()) for task in SPEC.stream()]
+    assert set(run["data"]) == {"train", "test"}
+    assert all(len(bytes.fromhex(digest)) == 32 for digest in run["data"].values())
+    assert run["precision"] == "fp32"
+    assert run["environment"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert run["environment"]["device"].startswith("cpu")
+    assert whole.result.description == run
+
+
+def test_every_event_is_one_line_of_json(whole: Whole) -> None:
+    lines = (whole.place / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = [json.loads(line) for line in lines]
+    assert [e["kind"] for e in logged] == [e.kind for e in whole.events if e.kind != "prepare"]
+    assert [e["kind"] for e in logged if e["kind"] != "warning"] == [
+        "run", *(["task", "epoch", "capacity", "stage"] * 2)
+    ]  # fmt: skip
+    assert all(a["time"] <= b["time"] for a, b in pairwise(logged))
+
+
+def test_the_directory_holds_stages_matrices_and_the_model(whole: Whole) -> None:
+    assert sorted(f.name for f in (whole.place / "stages").iterdir()) == ["000.json", "001.json"]
+    for t in range(2):
+        stage = read(whole.place / "stages" / f"{t:03d}.json")
+        for kind in KINDS:
+            assert stage[kind] == whole.result.matrices[kind][t, : t + 1].tolist()
+        assert stage["seconds_learning"] > 0 and stage["seconds_evaluation"] > 0
+        assert stage["memory_images"] == 20 and stage["memory_bytes"] > 0
+    for kind in KINDS:
+        with (whole.place / f"{kind}.csv").open(encoding="utf-8", newline="") as stream:
+            header, *rows = csv.reader(stream)
+        assert header == ["stage", "task 0", "task 1"]
+        assert [row[0] for row in rows] == ["0", "1"]
+        assert rows[0][2] == ""  # task 1 was not there yet
+        cells = [float(rows[0][1]), *map(float, rows[1][1:])]
+        assert cells == pytest.approx(whole.result.matrices[kind][[0, 1, 1], [0, 0, 1]], abs=1e-6)
+    assert Learner.load(whole.place / "model", device="cpu").classes_ == ["0", "1", "2", "3"]
+
+
+def test_the_numbers_follow_from_the_matrices(whole: Whole) -> None:
+    summary, matrices, sizes = whole.result.summary, whole.result.matrices, whole.result.sizes
+    assert summary["last"] == metrics.last(matrices["cil"], sizes)
+    assert summary["aia"] == metrics.average_incremental(matrices["cil"], sizes)
+    assert (summary["til"], summary["tp"]) == tuple(metrics.last(matrices[k], sizes) for k in ("til", "tp"))
+    assert matrices["cil"][0, 0] == matrices["til"][0, 0]  # with one task there is nothing to confuse it with
+    assert matrices["tp"][0, 0] == 1.0
+    known = np.tril(np.ones((2, 2), dtype=bool))
+    assert (matrices["cil"][known] <= matrices["til"][known]).all()
+    assert (matrices["cil"][known] <= matrices["tp"][known]).all()
+    assert all(np.isnan(m[~known]).all() for m in matrices.values())
+    assert summary["last"] > 0.5  # chance is 1/4
+    assert summary["memory_images"] == 20
+
+
+def test_a_result_read_back_is_the_result(whole: Whole) -> None:
+    again = RunResult.read(whole.place)
+    assert (again.description, again.summary) == (whole.result.description, whole.result.summary)
+    for kind in KINDS:
+        np.testing.assert_array_equal(again.matrices[kind], whole.result.matrices[kind])
+
+
+def test_an_unfinished_directory_is_no_result(interrupted: Path, tmp_path: Path) -> None:
+    for place in (interrupted, tmp_path):
+        with pytest.raises(TplError, match="holds no finished run"):
+            RunResult.read(place)
+
+
+def test_a_finished_run_is_neither_overwritten_nor_repeated(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_training(monkeypatch)
+    with pytest.raises(RunError, match=r"--resume.*--out"):
+        execute(SPEC, whole.place)
+    before = {f: f.stat().st_mtime_ns for f in whole.place.rglob("*") if f.is_file()}
+    again = execute(SPEC, whole.place, resume=True)
+    assert again.summary == whole.result.summary
+    assert before == {f: f.stat().st_mtime_ns for f in whole.place.rglob("*") if f.is_file()}
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_a_run_is_not_resumed_with_other_settings(
+    state: str, whole: Whole, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_training(monkeypatch)
+    place = whole.place if state == "finished" else interrupted
+    before = (place / "run.json").read_bytes()
+    other = RunSpec("digits-5t", tasks=2, seed=1, device="cpu", options=OPTIONS | {"lr": 0.01})
+    with pytest.raises(RunError, match=r"\(options, seed\)"):
+        execute(other, place, resume=True)
+    longer = RunSpec("digits-5t", tasks=3, device="cpu", options=OPTIONS)
+    with pytest.raises(RunError, match=r"\(classes, test_images, data\)"):
+        execute(longer, place, resume=True)
+    assert (place / "run.json").read_bytes() == before
+
+
+def test_interrupted_while_training_then_resumed_is_the_same_run(
+    interrupted: Path, whole: Whole, tmp_path: Path
+) -> None:
+    assert read(interrupted / "model" / "model.json")["commits"] == 1  # nothing of the second task
+    place = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    told: list[Event] = []
+    execute(SPEC, place, resume=True, listen=told.append)
+    assert [e.data["classes"] for e in told if e.kind == "task"] == [["2", "3"]]  # the first is not trained again
+    assert_same_run(place, whole)
+
+
+def test_interrupted_right_after_the_commit_then_resumed_is_the_same_run(
+    interrupted: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    save = Learner.save
+
+    def save_then_stop(self: Learner, path: Path | str) -> None:
+        save(self, path)
+        raise KeyboardInterrupt
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "save", save_then_stop)  # the model is there, and that is all
+        with pytest.raises(KeyboardInterrupt):
+            execute(SPEC, place, resume=True)
+    refuse_training(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "stage", stop)  # stopped once more, before anything was measured
+        with pytest.raises(KeyboardInterrupt):
+            execute(SPEC, place, resume=True)
+    assert not (place / "results.json").exists()
+    result = execute(SPEC, place, resume=True)
+    assert result.summary["seconds_per_task"] > 0
+    assert_same_run(place, whole)
+
+
+def test_killed_then_resumed_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    options = [text for name, value in OPTIONS.items() for text in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "tpl", "run", "digits-5t", "--tasks", "2", "--device", "cpu", *options]
+    command += ["--out", str(place), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 300
+        while not ((place / "stages" / "000.json").exists() and (place / "model" / "model.json").exists()):
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (place / "results.json").exists()
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["last"] == whole.result.summary["last"]
+    assert_same_run(place, whole)
+
+
+def test_validation_measures_on_held_out_training_images(validated: RunResult, whole: Whole) -> None:
+    mine, other = validated.description, whole.result.description
+    assert mine["validation"] == 0.2 and other["validation"] is None
+    trained_on = [len(task.train) for task in SPEC.stream()]
+    assert mine["test_images"] == [pytest.approx(trained_on[0] / 5, abs=1)]
+    assert mine["test_images"] != other["test_images"][:1]
+    one_task = RunSpec("digits-5t", tasks=1).stream()[0]
+    held = RunSpec("digits-5t", tasks=1, validation=0.2).stream()[0]
+    assert held.test is not None and one_task.test is not None
+    assert len(held.train) + len(held.test) == len(one_task.train)
+    names = [{images.name(i) for i in range(len(images))} for images in (held.train, held.test, one_task.test)]
+    assert not names[0] & names[1] and not (names[0] | names[1]) & names[2]
+    assert all(mine["data"][part] != other["data"][part] for part in ("train", "test"))
+
+
+def test_a_joint_run_gives_the_rectified_forgetting(joint: RunResult, whole: Whole) -> None:
+    mine, other = whole.result.matrices["cil"], joint.matrices["cil"]
+    forgetting = whole.result.against(joint)
+    stages = [np.mean(other[t, : t + 1] - mine[t, : t + 1]) for t in range(2)]
+    assert forgetting["forgetting_last"] == pytest.approx(stages[-1])
+    assert forgetting["forgetting_aia"] == pytest.approx(np.mean(stages))
+    assert joint.against(joint) == {"forgetting_last": 0.0, "forgetting_aia": 0.0}
+    assert joint.description["classes"] == whole.result.description["classes"]
+    assert joint.summary["memory_images"] == 0
+
+
+def test_rectified_forgetting_needs_the_same_classes(validated: RunResult, joint: RunResult) -> None:
+    with pytest.raises(TplError, match="same tasks"):
+        joint.against(validated)
+
+
+def test_the_directory_name_changes_with_whatever_changes_a_number() -> None:
+    others = (
+        {"seed": 1}, {"order": "random:1"}, {"tasks": 3}, {"validation": 0.1}, {"method": "finetune"},
+        {"options": OPTIONS | {"lr": 0.1}},
+    )  # fmt: skip
+    base: dict[str, Any] = {"benchmark": "digits-5t", "options": OPTIONS}
+    finetune = {"method": "finetune", "options": TRAINING}
+    names = [RunSpec(**base | (finetune if "method" in other else other)).directory_name() for other in ({}, *others)]
+    assert len(set(names)) == len(names)
+    assert RunSpec(**base).directory_name() == RunSpec(**base, download=True).directory_name()
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    file.write_text("in the way")
+    with pytest.raises(RunError, match="cannot be made"):
+        execute(SPEC, file)
