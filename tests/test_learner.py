@@ -113,7 +113,7 @@ def test_a_class_without_images_is_refused(small_stream: Stream) -> None:
 def test_a_model_is_not_loaded_on_other_encoder_weights(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "model"))
     header = json.loads((copy / "model.json").read_text(encoding="utf-8"))
-    header["encoder"]["sha256"] = "0" * 64
+    header["encoder"]["fingerprint"] = "0" * 64
     (copy / "model.json").write_text(json.dumps(header), encoding="utf-8")
     with pytest.raises(EncoderError, match=r"other weights of 'compact'.*--weights"):
         Learner.load(copy, device="cpu")

@@ -66,8 +66,12 @@ def demo(
 
     Example: `tpl demo --json`
     """
-    with RunProgress(err, quiet=as_json) as progress:
-        result = run_demo(directory, device, seed, resume, progress)
+    try:
+        with RunProgress(err, quiet=as_json) as progress:
+            result = run_demo(directory, device, seed, resume, progress)
+    except KeyboardInterrupt:
+        err.print("Interrupted. Finished tasks are safe; go on with: tpl demo --resume")
+        raise typer.Exit(130) from None
     page = directory / "report.html"
     write_page(result.runs, page, "TPL on the bundled digits", joint="joint")
     if as_json:
@@ -87,6 +91,7 @@ def run(
     download: Annotated[bool, typer.Option(help="Download the data set if it is not there.")] = False,
     order: Annotated[str, typer.Option(help="natural, random:SEED, or FILE.json:ID.")] = "natural",
     seed: Seed = 0,
+    per_task: Annotated[str | None, typer.Option(help="Classes a task, e.g. 5, or 10,2,3 for unequal ones.")] = None,
     tasks: Annotated[int | None, typer.Option(help="Stop after this many tasks.")] = None,
     validation: Annotated[
         float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
@@ -113,12 +118,27 @@ def run(
 
     `tpl run c100-10t --encoder vit_tiny_patch16_224 --data cifar100/ --order random:1`
 
+    `tpl run folder --data photos/ --per-task 3 --validation 0.2`
+
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
     """
     common = {"epochs": epochs, "lr": lr, "memory": memory, "latent": latent}
     options = {k: v for k, v in common.items() if v is not None} | _assignments(set_ or [])
     spec = RunSpec(
-        benchmark, method, encoder, weights, data, download, order, seed, tasks, validation, device, precision, options
+        benchmark,
+        method,
+        encoder,
+        weights,
+        data,
+        download,
+        order,
+        seed,
+        per_task=_sizes(per_task),
+        tasks=tasks,
+        validation=validation,
+        device=device,
+        precision=precision,
+        options=options,
     )
     place = directory or Path("runs") / spec.directory_name()
     joint = RunResult.read(against) if against else None
@@ -226,7 +246,8 @@ def ablate(
 ) -> None:
     """Exchange the parts of TPL's score on a trained model; nothing is trained anew.
 
-    Needs the benchmark's images once, to see them through every task. A few seconds for digits-5t.
+    Needs the benchmark's images once, to see them through every task. A few seconds for digits-5t. To choose
+    a value, ablate a run made with --validation: choosing on test images is not honest.
 
     Example: `tpl ablate runs/digits-5t-tpl-compact-1a2b3c4d`
     """
@@ -241,6 +262,17 @@ def ablate(
         numbers = (f"{100 * row[k]:.2f}" if row[k] is not None else "-" for k in ("last", "tp", "auroc"))
         table.add_row(row["variant"], *numbers)
     out.print(table)
+
+
+def _sizes(text: str | None) -> int | tuple[int, ...] | None:
+    """`5` or `10,2,3` as numbers of classes."""
+    if text is None:
+        return None
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TplError(f"--per-task takes a number or numbers joined by commas; got '{text}'.") from None
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
 def _assignments(texts: list[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tpl.engine import Event
@@ -63,8 +64,7 @@ class RunProgress:
         self._say(f"{where}: epoch {data['epoch']}/{data['epochs']}, loss {data['loss']:.3f}", advance=share)
 
     def _on_warning(self, data: dict[str, Any]) -> None:
-        if not self.quiet:
-            self.console.print(f"[yellow]warning:[/] {data['text']}")
+        self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr: --json or not
 
     def _on_stage(self, data: dict[str, Any]) -> None:
         mean = 100 * sum(data["cil"]) / len(data["cil"])

@@ -98,7 +98,6 @@ class Learner:
         path: Path | str,
         weights: Path | str | None = None,
         device: str = "auto",
-        precision: str = "auto",
     ) -> Self:
         """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
         header, state, memory = ModelStore(path).read()
@@ -108,14 +107,15 @@ class Learner:
             encoder["name"],
             weights or encoder["weights"],
             device,
-            precision,
+            header["precision"],
             header["seed"],
             **header["options"],
         )
-        if learner.method.encoder.sha256 != encoder["sha256"]:
+        if learner.method.encoder.fingerprint != encoder["fingerprint"]:
             raise EncoderError(
-                f"{path} was learned on other weights of '{encoder['name']}' (sha256 {encoder['sha256'][:12]}..., "
-                f"found {learner.method.encoder.sha256[:12]}...). Pass the right file with --weights."
+                f"{path} was learned on other weights of '{encoder['name']}' (sha256 of their file "
+                f"{encoder['sha256'][:12]}..., found {learner.method.encoder.sha256[:12]}...). "
+                f"Pass the right file with --weights."
             )
         learner.method.task_classes_ = [tuple(task["classes"]) for task in header["tasks"]]
         if learner.method.memory is not None and memory:
@@ -131,9 +131,11 @@ class Learner:
             "method": method.name,
             "options": method.config.to_dict(),
             "seed": method.seed,
+            "precision": "bf16" if method.compute.bf16 else "fp32",
             "encoder": {
                 "name": method.encoder.name,
                 "sha256": method.encoder.sha256,
+                "fingerprint": method.encoder.fingerprint,
                 "weights": str(file.resolve()) if file else None,
             },
             "tasks": [{"classes": list(classes)} for classes in method.task_classes_],

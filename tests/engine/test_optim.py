@@ -40,3 +40,12 @@ def test_closed_gate_keeps_every_bit_despite_momentum_and_weight_decay() -> None
     closed = gate == 0
     assert torch.equal(p.detach()[closed], before[closed])
     assert not torch.equal(p.detach()[2], before[2])
+
+
+def test_an_overflow_cannot_reach_a_protected_weight() -> None:
+    p = torch.ones(2, requires_grad=True)
+    optimiser = GatedSGD([p], lr=0.1)
+    optimiser.gate(p, torch.tensor([0.0, 1.0]))
+    p.grad = torch.tensor([torch.inf, 1.0])
+    optimiser.step()
+    assert p[0] == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tpl.engine import Batches, GatedSGD, Samples, silent, train
+from tpl.engine.train import cycle_length
 from tpl.errors import TplError
 
 
@@ -48,3 +49,10 @@ def test_a_diverging_loss_is_a_clear_error() -> None:
     batches = Batches(samples(4, 0), None, 2, torch.Generator())
     with pytest.raises(TplError, match="learning rate"):
         train(objective, GatedSGD([objective.weight], 0.1), batches, 2, lambda p: p.float(), silent)
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "cycle"), [(79, 40, 79), (8, 5, 8), (1, 20, 8), (3, 20, 9), (1, 2, 2), (5, 1, 5)]
+)
+def test_annealing_spans_an_epoch_and_never_fewer_steps_than_it_needs(steps: int, epochs: int, cycle: int) -> None:
+    assert cycle_length(steps, epochs) == cycle

@@ -7,6 +7,7 @@ import torch
 
 from tpl import Learner
 from tpl.engine import Event
+from tpl.errors import TplError
 from tpl.methods.tpl import TPL
 from tpl.nets import hat
 from tpl.stream import Stream
@@ -105,7 +106,7 @@ def test_a_full_network_warns_before_and_learns_on(small_stream: Stream) -> None
     before = {k: v.clone() for k, v in method.bank.adapters.state_dict().items()}
     events: list[Event] = []
     learner.learn(small_stream[1], events.append)
-    assert any(e.kind == "warning" and "in use" in e.data["text"] for e in events)
+    assert any(e.kind == "warning" and "earlier tasks" in e.data["text"] for e in events)
     assert all(torch.equal(v, before[k]) for k, v in method.bank.adapters.state_dict().items())
     assert method.log_probabilities(learner.prepare(small_stream[1].train)).isfinite().all()
 
@@ -116,7 +117,7 @@ def test_capacity_is_reported_after_each_task(small_stream: Stream) -> None:
     for task in small_stream:
         events: list[Event] = []
         learner.learn(task, events.append)
-        shares += [e.data["used"] for e in events if e.kind == "capacity"]
+        shares += [e.data["units"] for e in events if e.kind == "capacity"]
     assert len(shares) == 3
     assert 0 < shares[0] <= shares[1] <= shares[2] <= 1
     assert method.bank.used is not None
@@ -135,3 +136,31 @@ def test_analytic_mask_gradient_trains(small_stream: Stream) -> None:
     learner, method = tpl_learner(mask_gradient="analytic")
     learner.learn(small_stream[0])
     assert method.log_probabilities(learner.prepare(small_stream[0].train)).isfinite().all()
+
+
+def test_a_failed_task_leaves_the_learner_as_it_was(small_stream: Stream) -> None:
+    learner, method = tpl_learner()
+    learner.learn(small_stream[0])
+    pixels = learner.prepare(small_stream[0].train)
+    before = method.log_probabilities(pixels)
+
+    def interrupt(event: Event) -> None:
+        if event.kind == "epoch" and event.data["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learner.learn(small_stream[1], interrupt)
+    assert learner.classes_ == list(small_stream[0].classes)
+    assert torch.equal(method.log_probabilities(pixels), before)
+    learner.learn(small_stream[1])
+    uninterrupted, _ = tpl_learner()
+    for task in small_stream[:2]:
+        uninterrupted.learn(task)
+    assert torch.equal(method.log_probabilities(pixels), uninterrupted.method.log_probabilities(pixels))
+
+
+def test_what_training_fixed_cannot_be_rescored(small_stream: Stream) -> None:
+    learner, method = tpl_learner()
+    learner.learn(small_stream[0])
+    with pytest.raises(TplError, match="masks cannot change"):
+        method.rescore(masks="soft")

@@ -25,6 +25,7 @@ class Benchmark:
         data: Path | None = None,
         order: str = "natural",
         download: bool = False,
+        per_task: int | tuple[int, ...] | None = None,
         tasks: int | None = None,
         validation: float | None = None,
         seed: int = 0,
@@ -35,12 +36,17 @@ class Benchmark:
         if source.test is None and validation is None:
             raise TplError(f"{self.name} needs test images; {data} has none. Use --validation 0.1 to hold some out.")
         classes = class_order(order, self.source, count)
-        stream = split(source.train, source.test, source.class_names, self.per_task, classes)
+        stream = split(source.train, source.test, source.class_names, per_task or self.per_task, classes)
         if tasks is not None:
             if not 1 <= tasks <= len(stream):
                 raise TplError(f"{self.name} has {len(stream)} tasks; --tasks must lie between 1 and that.")
             stream = stream[:tasks]
-        return stream.with_validation(validation, seed) if validation is not None else stream
+        if validation is not None:
+            stream = stream.with_validation(validation, seed)
+        unmeasured = [task.name for task in stream if task.test is None]
+        if unmeasured:
+            raise TplError(f"No images are left to measure {', '.join(unmeasured)} on: they have one image a class.")
+        return stream
 
 
 def _paper(latent: int, lr: float, epochs: int, memory: int) -> dict[str, Any]:
@@ -55,7 +61,14 @@ BENCHMARKS: dict[str, Benchmark] = {
             "scikit-learn's bundled 8x8 digits, 5 tasks of 2 classes; needs no download",
             "digits",
             2,
-            {"latent": 32, "lr": 0.05, "epochs": 5, "memory": 100, "batch_size": 32},
+            {"latent": 32, "lr": 0.05, "epochs": 5, "memory": 200, "batch_size": 16},
+        ),
+        Benchmark(
+            "folder",
+            "your own images: --data with a folder or zip of class folders (or train/ and test/); see --per-task",
+            "folder",
+            2,
+            {"latent": 64, "lr": 0.01, "epochs": 20, "memory": 500, "batch_size": 32},
         ),
         Benchmark("c10-5t", "CIFAR-10, 5 tasks of 2 classes", "cifar10", 2, _paper(64, 0.005, 20, 200)),
         Benchmark("c100-10t", "CIFAR-100, 10 tasks of 10 classes", "cifar100", 10, _paper(128, 0.001, 40, 2000)),

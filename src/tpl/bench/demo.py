@@ -36,7 +36,7 @@ def run_demo(out: Path, device: str, seed: int, resume: bool, listen: Listener) 
     runs = {}
     for method in METHODS:
         spec = RunSpec(BENCHMARK, method, device=device, seed=seed)
-        place = out / spec.directory_name()
+        place = out / f"demo-{spec.directory_name()}"  # a name of its own: no other run is ever swept away
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
         runs[method] = execute(spec, place, resume, listen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from tpl.bench import metrics
 from tpl.methods import Method
+from tpl.methods.bank import BankMethod, Outputs
+from tpl.methods.base import task_of_class
 from tpl.stream import Stream
 
 
@@ -32,15 +33,14 @@ class Evaluator:
     def __init__(self, stream: Stream, method: Method) -> None:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
-        self.outputs: list[Any] = []
-        sizes = torch.tensor([len(task.classes) for task in stream])
-        self.task_of_class = torch.arange(len(sizes)).repeat_interleave(sizes)
+        self.outputs: list[list[Outputs] | None] = []
+        self.task_of_class = task_of_class([task.classes for task in stream])
 
     def stage(self, upto: int) -> StageResult:
         """Accuracies on tasks 0..`upto`, which the method has learned."""
         while len(self.pixels) <= upto:
             images = self.stream[len(self.pixels)].test
-            assert images is not None, "a benchmark's task needs test images"
+            assert images is not None  # Benchmark.stream sees to it
             self.pixels.append(self.method.preprocess.batch(images))
             self.outputs.append(None)
         rows, scores, tasks = [], [], []
@@ -58,8 +58,8 @@ class Evaluator:
 
     def _ask(self, task: int) -> tuple[Tensor, NDArray[np.float64] | None]:
         """log P(class) and, where the method has them, the task scores of one task's test images."""
-        method: Any = self.method
-        if not hasattr(method, "log_probabilities_of"):
+        method = self.method
+        if not isinstance(method, BankMethod):
             return method.log_probabilities(self.pixels[task]).cpu(), None
         known = self.outputs[task] if method.outputs_are_final else None
         outputs = method.outputs(self.pixels[task], known)

@@ -50,7 +50,10 @@ def rectified_forgetting_per_stage(matrix: Matrix, joint: Matrix) -> Matrix:
 
 
 def rectified_forgetting_last(matrix: Matrix, joint: Matrix) -> float:
-    """F_CIL,Last^(T): what is lost against joint training on the same classes, after the final task."""
+    """F_CIL,Last^(T): what is lost against joint training on the same classes, after the final task.
+
+    A mean over tasks, as the paper defines it; equal to Last_joint - Last where tasks have equally many test images.
+    """
     return float(rectified_forgetting_per_stage(matrix, joint)[-1])
 
 

@@ -33,8 +33,9 @@ class RunResult:
 
     def against(self, joint: RunResult) -> dict[str, float]:
         """The paper's rectified forgetting, against a joint run over the same tasks."""
-        if joint.description["classes"] != self.description["classes"]:
-            raise TplError("Rectified forgetting compares runs over the same tasks; these differ in their classes.")
+        for key, what in (("classes", "tasks"), ("data", "images"), ("validation", "held-out images")):
+            if joint.description[key] != self.description[key]:
+                raise TplError(f"Rectified forgetting compares runs over the same {what}; these differ in theirs.")
         mine, other = self.matrices["cil"], joint.matrices["cil"]
         return {
             "forgetting_last": metrics.rectified_forgetting_last(mine, other),
@@ -87,6 +88,9 @@ def summarise(out: Path) -> RunResult:
         "parameters": final["parameters"],
         "memory_images": final["memory_images"],
         "memory_bytes": final["memory_bytes"],
+        "network_bytes": 4 * final["parameters"],  # float32
+        "network_and_memory_bytes": 4 * final["parameters"] + final["memory_bytes"],
+        "capacity": final["capacity"],
     }
     return RunResult(description, summary, matrices)
 

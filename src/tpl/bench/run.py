@@ -25,9 +25,10 @@ from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method
+from tpl.methods.bank import BankMethod
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, replace_text
-from tpl.stream import Stream, fingerprint
+from tpl.stream import Stream, Task, fingerprint
 
 
 class RunError(TplError):
@@ -46,6 +47,7 @@ class RunSpec:
     download: bool = False
     order: str = "natural"
     seed: int = 0
+    per_task: int | tuple[int, ...] | None = None  # classes a task; None = the benchmark's own
     tasks: int | None = None
     validation: float | None = None
     device: str = "auto"
@@ -61,7 +63,9 @@ class RunSpec:
 
     def stream(self) -> Stream:
         """The benchmark's tasks as this run meets them."""
-        return self._benchmark().stream(self.data, self.order, self.download, self.tasks, self.validation, self.seed)
+        return self._benchmark().stream(
+            self.data, self.order, self.download, self.per_task, self.tasks, self.validation, self.seed
+        )
 
     def learner(self) -> Learner:
         """A learner that knows nothing yet."""
@@ -70,7 +74,7 @@ class RunSpec:
         )
 
     def directory_name(self) -> str:
-        """A name that says what the run is and differs whenever the run would."""
+        """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
         content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ("data", "download", "weights")}
         content["options"] = json.dumps(self.all_options(), sort_keys=True)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
@@ -82,56 +86,94 @@ class RunSpec:
 
 def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent) -> RunResult:
     """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
-    store = ModelStore(out / "model")
     _check_directory(out, resume)
     stream, learner = spec.stream(), spec.learner()
-    (out / "stages").mkdir(parents=True, exist_ok=True)
-    _write_description(spec, out, stream, learner)
-    if (out / "results.json").exists():
-        return RunResult.read(out)
-    learned = int(store.header()["commits"]) if store.exists() else 0
-    if learned:
-        learner = Learner.load(store.path, spec.weights, spec.device, spec.precision)
-    evaluator = Evaluator(stream, learner.method)
-    with store.writing(), (out / "events.jsonl").open("a", encoding="utf-8") as log:
-
-        def tell(event: Event) -> None:
-            if event.kind != "prepare":
-                log.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
-                log.flush()
-            listen(event)
-
-        images = [len(task.train) for task in stream]
-        if learner.method.cumulative:
-            images = [sum(images[: t + 1]) for t in range(len(images))]
-        tell(Event("run", {"directory": str(out), "method": spec.method, "images": images, "learned": learned}))
-        for t, task in enumerate(stream.once()):
-            if t >= learned:
-                started = time.perf_counter()
-                learner.learn(stream.union(t) if learner.method.cumulative else task, tell)
-                # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
-                _write_stage(out, t, {"seconds_learning": time.perf_counter() - started})
-                learner.save(store.path)
-            stage = json.loads(_stage_file(out, t).read_text(encoding="utf-8"))
-            if "cil" not in stage:
-                started = time.perf_counter()
-                stage |= dataclasses.asdict(evaluator.stage(t))
-                stage["seconds_evaluation"] = time.perf_counter() - started
-                stage["memory_images"] = len(learner.method.memory) if learner.method.memory else 0
-                stage["memory_bytes"] = learner.method.memory.bytes_used if learner.method.memory else 0
-                stage["parameters"] = learner.method.parameters()
-                _write_stage(out, t, stage)
-            tell(Event("stage", {"stage": t, "cil": stage["cil"], "til": stage["til"], "tp": stage["tp"]}))
+    store = ModelStore(out / "model")
+    with store.writing():
+        _write_description(spec, out, stream, learner)
+        if (out / "results.json").exists():
+            return RunResult.read(out)
+        learned = int(store.header()["commits"]) if store.exists() else 0
+        if learned:
+            learner = Learner.load(store.path, spec.weights, spec.device)
+        evaluator = Evaluator(stream, learner.method)
+        with EventLog(out / "events.jsonl", listen) as tell:
+            tell(Event("run", _plan(spec, out, stream, learner, learned)))
+            _warn_about_leaks(spec, tell)
+            for t, task in enumerate(stream.once()):
+                if t >= learned:
+                    _learn_stage(out, t, stream.union(t) if learner.method.cumulative else task, learner, tell)
+                _evaluate_stage(out, t, evaluator, tell)
     result = summarise(out)
     result.write(out)
     return result
+
+
+def _learn_stage(out: Path, stage: int, task: Task, learner: Learner, tell: Listener) -> None:
+    started = time.perf_counter()
+    learner.learn(dataclasses.replace(task, test=None), tell)  # a method never gets test images
+    # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
+    _write_stage(out, stage, {"seconds_learning": time.perf_counter() - started})
+    learner.save(out / "model")
+
+
+def _evaluate_stage(out: Path, stage: int, evaluator: Evaluator, tell: Listener) -> None:
+    """Measure, unless that was done before the run was interrupted."""
+    content = json.loads(_stage_file(out, stage).read_text(encoding="utf-8"))
+    if "cil" in content:
+        return
+    started, method = time.perf_counter(), evaluator.method
+    content |= dataclasses.asdict(evaluator.stage(stage))
+    content["seconds_evaluation"] = time.perf_counter() - started
+    content["memory_images"] = len(method.memory) if method.memory else 0
+    content["memory_bytes"] = method.memory.bytes_used if method.memory else 0
+    content["parameters"] = method.parameters()
+    content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
+    _write_stage(out, stage, content)
+    tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")}))
+
+
+def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: int) -> dict[str, Any]:
+    """What this process is about to do, and where."""
+    images = [len(task.train) for task in stream]
+    if learner.method.cumulative:
+        images = [sum(images[: t + 1]) for t in range(len(images))]
+    environment = describe_environment(learner.method.compute.device)
+    work = {"directory": str(out), "method": spec.method, "images": images, "learned": learned}
+    return work | {"environment": environment}
+
+
+def _warn_about_leaks(spec: RunSpec, tell: Listener) -> None:
+    if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
+        text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
+        tell(Event("warning", {"text": text}))
+
+
+class EventLog:
+    """Writes events down, one JSON object a line, and passes them on."""
+
+    def __init__(self, file: Path, listen: Listener) -> None:
+        self.file, self.listen = file, listen
+
+    def __enter__(self) -> Listener:
+        self.stream = self.file.open("a", encoding="utf-8")
+        return self._tell
+
+    def __exit__(self, *problem: object) -> None:
+        self.stream.close()
+
+    def _tell(self, event: Event) -> None:
+        if event.kind != "prepare":  # too many, and of no interest afterwards
+            self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
+            self.stream.flush()
+        self.listen(event)
 
 
 def _check_directory(out: Path, resume: bool) -> None:
     if (out / "run.json").exists() and not resume:
         raise RunError(f"{out} already holds a run. Continue it with --resume, or choose another place with --out.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "stages").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{out} cannot be made: {error}.") from error
 

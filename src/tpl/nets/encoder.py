@@ -8,6 +8,7 @@ result equals timm's own forward pass bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +39,7 @@ class Encoder(nn.Module):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
+        self.fingerprint = hash_tensors(vit.state_dict())  # the same however the weights came
         self.requires_grad_(False)
         self.eval()
 
@@ -108,6 +110,16 @@ class _NormSequence:
         if x.dim() == 3:
             scale, shift = scale.unsqueeze(1), shift.unsqueeze(1)
         return F.layer_norm(x, x.shape[-1:], None, None, eps) * scale + shift
+
+
+def hash_tensors(state: dict[str, Tensor]) -> str:
+    """sha256 over names, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_supported(vit: VisionTransformer, name: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpl.errors import TplError
 from tpl.nets import compact
-from tpl.nets.encoder import Encoder
+from tpl.nets.encoder import Encoder, hash_tensors
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
@@ -62,7 +62,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
             f"connect to the network once so that timm can fetch them, or pass a local file with "
             f"--weights FILE. Without either, --encoder {compact.NAME} needs no download."
         ) from error
-    digest = _hash_tensors(model.state_dict())
+    digest = hash_tensors(model.state_dict())
     return Encoder(model, name, digest, resolve_data_config(model=model), weights=None)
 
 
@@ -119,13 +119,3 @@ def hash_file(file: Path) -> str:
     """sha256 of a file, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _hash_tensors(state: dict[str, Tensor]) -> str:
-    """sha256 over names, shapes and bytes, for weights that did not come as one file."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes())
-    return digest.hexdigest()

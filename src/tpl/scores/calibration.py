@@ -54,7 +54,7 @@ def calibrate_probabilities(
 
 
 def _sane(affine: Tensor) -> Tensor:
-    """The fit, or no calibration at all where it diverged or would turn a score around."""
-    if bool(affine.isfinite().all()) and bool((affine[0] > 0).all()):
+    """The fit, or no calibration at all where it diverged."""
+    if bool(affine.isfinite().all()):
         return affine
     return torch.stack([torch.ones_like(affine[0]), torch.zeros_like(affine[1])])

@@ -39,10 +39,10 @@ class RatioConfig(Config):
     distance: str = option("l2", "l2: the paper's; squared: the public code's", ("l2", "squared"))
     k: int = option(5, "which neighbour counts in kNN", minimum=1)
     beta1: float | None = option(
-        None, "scale of the logit score; none: inverse mean on the training data, Eq. 10", above=0
+        None, "scale of the logit score; none: inverse mean on the training data, Eq. 10", minimum=0
     )
     beta2: float | None = option(
-        None, "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10", above=0
+        None, "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10", minimum=0
     )
     shrinkage: str = option(
         "auto", "covariance of MD; auto: none (the paper's) where samples abound, else oas", ("auto", "none", "oas")
