@@ -58,7 +58,9 @@ class RunSpec:
         """The benchmark's options for this method, overridden by those given."""
         config = find_method(self.method).config_class
         fields = {f.name for f in dataclasses.fields(config)}
-        merged = {k: v for k, v in self._benchmark().options.items() if k in fields} | self.options
+        benchmark = self._benchmark()
+        prescribed = benchmark.options | benchmark.by_method.get(self.method, {})
+        merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
         return config.parse(merged).to_dict()
 
     def stream(self) -> Stream:

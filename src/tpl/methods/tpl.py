@@ -37,7 +37,7 @@ class TPLConfig(RatioConfig, HatConfig, Recipe):
         ("single", "per_class"),
     )  # fmt: skip
     gamma: float = option(0.05, "temperature of P(task | image), Eq. 11", above=0)
-    calibration: str = option("none", "fitted on the memory after every task", CALIBRATIONS)
+    calibration: str = option("score", "fitted on the memory after every task", CALIBRATIONS)
 
 
 # What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
