@@ -39,7 +39,7 @@ def choose_compute(device: str = "auto", precision: str = "auto") -> Compute:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-        if chosen.type == "cuda":
+        if chosen.type == "cuda" and chosen.index is not None:
             torch.cuda.set_device(chosen)  # streams and recorded steps belong to the current device
         torch.zeros(1, device=chosen, dtype=torch.float64)  # statistics need double precision
     except (RuntimeError, AssertionError, TypeError) as error:
