@@ -1,8 +1,22 @@
 """TPL: image classifiers that keep learning, and never forget."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tpl._version import __version__
 from tpl.errors import TplError
-from tpl.learner import Learner
-from tpl.stream import ArrayImages, Stream, Task, image_folder
+
+if TYPE_CHECKING:
+    from tpl.learner import Learner
+    from tpl.stream import ArrayImages, Stream, Task, image_folder
 
 __all__ = ["ArrayImages", "Learner", "Stream", "Task", "TplError", "__version__", "image_folder"]
+
+_HOMES = {"Learner": "tpl.learner"} | dict.fromkeys(("ArrayImages", "Stream", "Task", "image_folder"), "tpl.stream")
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, loaded when first used: torch and timm take seconds to import."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tpl' has no attribute '{name}'")

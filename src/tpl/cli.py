@@ -14,18 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl._version import __version__
-from tpl.bench.ablate import ablate as run_ablation
-from tpl.bench.benchmarks import BENCHMARKS
-from tpl.bench.demo import run_demo
-from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec, execute
-from tpl.console import RunProgress
 from tpl.errors import TplError
-from tpl.methods import find_method, load_methods
-from tpl.nets import ENCODERS
-from tpl.nets.compact import NAME as COMPACT
-from tpl.report import rich_table, summary_rows, write_page
-from tpl.scores import SCORES
+
+# torch, timm and matplotlib take seconds to import. Each command loads what it needs, so that `tpl --help` and
+# every mistake in an argument answer at once.
 
 app = typer.Typer(
     name="tpl",
@@ -66,6 +58,10 @@ def demo(
 
     Example: `tpl demo --json`
     """
+    from tpl.bench.demo import run_demo
+    from tpl.console import RunProgress
+    from tpl.report import rich_table, summary_rows, write_page
+
     try:
         with RunProgress(err, quiet=as_json) as progress:
             result = run_demo(directory, device, seed, resume, progress)
@@ -77,7 +73,7 @@ def demo(
     if as_json:
         _print_json({"methods": result.rows(), "report": str(page)})
         return
-    out.print(rich_table(summary_rows(result.runs, "joint")))
+    out.print(rich_table(summary_rows(result.runs, "joint"), width=out.width))
     out.print(f"The page with accuracy matrices and curves: [bold]{escape(str(page))}[/]", soft_wrap=True)
 
 
@@ -85,7 +81,7 @@ def demo(
 def run(
     benchmark: Annotated[str, typer.Argument(help="One of `tpl list`.")],
     method: Annotated[str, typer.Option(help="One of `tpl list`.")] = "tpl",
-    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = COMPACT,
+    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = "compact",
     weights: Weights = None,
     data: Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")] = None,
     download: Annotated[bool, typer.Option(help="Download the data set if it is not there.")] = False,
@@ -122,6 +118,11 @@ def run(
 
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
     """
+    from tpl.bench.results import RunResult
+    from tpl.bench.run import RunSpec, execute
+    from tpl.console import RunProgress
+    from tpl.report import rich_table, summary_rows
+
     common = {"epochs": epochs, "lr": lr, "memory": memory, "latent": latent}
     options = {k: v for k, v in common.items() if v is not None} | _assignments(set_ or [])
     spec = RunSpec(
@@ -154,7 +155,7 @@ def run(
         _print_json({"directory": str(place)} | result.summary | forgetting)
         return
     runs = {method: result} | ({"joint": joint} if joint else {})
-    out.print(rich_table(summary_rows(runs, "joint" if joint else None)))
+    out.print(rich_table(summary_rows(runs, "joint" if joint else None), width=out.width))
     out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
 
 
@@ -164,6 +165,11 @@ def list_(as_json: AsJson = False) -> None:
 
     Example: `tpl list --json`
     """
+    from tpl.bench.benchmarks import BENCHMARKS
+    from tpl.methods import load_methods
+    from tpl.nets import ENCODERS
+    from tpl.scores import SCORES
+
     sections = {
         "methods": {name: m.summary for name, m in load_methods().items()},
         "benchmarks": {name: b.summary for name, b in BENCHMARKS.items()},
@@ -186,6 +192,8 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
 
     Example: `tpl describe tpl`
     """
+    from tpl.methods import find_method
+
     found = find_method(method)
     fields = [
         {
@@ -222,6 +230,9 @@ def report(
 
     Example: `tpl report runs/digits-5t-*`
     """
+    from tpl.bench.results import RunResult
+    from tpl.report import rich_table, summary_rows, write_page
+
     found: dict[str, RunResult] = {}
     for path in runs:
         result = RunResult.read(path)
@@ -232,7 +243,7 @@ def report(
     if as_json:
         _print_json({"runs": summary_rows(found, joint), "report": str(file)})
         return
-    out.print(rich_table(summary_rows(found, joint)))
+    out.print(rich_table(summary_rows(found, joint), width=out.width))
     out.print(f"The page: [bold]{escape(str(file))}[/]", soft_wrap=True)
 
 
@@ -251,6 +262,8 @@ def ablate(
 
     Example: `tpl ablate runs/digits-5t-tpl-compact-1a2b3c4d`
     """
+    from tpl.bench.ablate import ablate as run_ablation
+
     rows = run_ablation(run_directory, data, weights, device)
     if as_json:
         _print_json({"run": str(run_directory), "variants": rows})

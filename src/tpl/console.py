@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from tpl.engine import Event
 
@@ -19,12 +20,10 @@ class RunProgress:
         self.console, self.quiet = console, quiet
         self.progress = Progress(
             TextColumn("[bold]{task.description:<9}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[doing]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[doing]}", table_column=Column(width=40, no_wrap=True)),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
             disable=quiet,
         )
@@ -56,12 +55,12 @@ class RunProgress:
         )
 
     def _on_prepare(self, data: dict[str, Any]) -> None:
-        self._say(f"task {self.stage + 1}/{len(self.images)}: reading {data['images']} images")
+        self._say(f"task {self.stage + 1} of {len(self.images)}, reading {data['images']} images")
 
     def _on_epoch(self, data: dict[str, Any]) -> None:
         share = self.images[self.stage] / data["epochs"]
-        where = f"task {self.stage + 1}/{len(self.images)}"
-        self._say(f"{where}: epoch {data['epoch']}/{data['epochs']}, loss {data['loss']:.3f}", advance=share)
+        where = f"task {self.stage + 1} of {len(self.images)}"
+        self._say(f"{where}, epoch {data['epoch']} of {data['epochs']}, loss {data['loss']:.2f}", advance=share)
 
     def _on_warning(self, data: dict[str, Any]) -> None:
         self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr: --json or not
@@ -69,7 +68,9 @@ class RunProgress:
     def _on_stage(self, data: dict[str, Any]) -> None:
         mean = 100 * sum(data["cil"]) / len(data["cil"])
         self.stage = data["stage"] + 1
-        self._say(f"after task {self.stage}: {mean:.1f} % on all classes so far")
+        self._say(f"{mean:.1f} % right after {self.stage} of {len(self.images)} tasks")
+        if self.bar is not None:
+            self.progress.update(self.bar, completed=sum(self.images[: self.stage]))  # shares add up to almost 1
 
     def _say(self, text: str, advance: float = 0.0) -> None:
         if self.bar is not None:

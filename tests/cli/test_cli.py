@@ -159,7 +159,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "execute", interrupt)
+    monkeypatch.setattr("tpl.bench.run.execute", interrupt)
     result = call("run", "digits-5t", "--out", tmp_path / "here")
     assert result.exit_code == 130
     assert "--resume" in result.stderr and result.stdout == ""
@@ -196,7 +196,7 @@ def test_ablate_lists_the_variants(tiny: tuple[Path, Result], monkeypatch: pytes
     assert rows["as trained"]["last"] == pytest.approx(measured["last"])
     assert rows["as trained"]["tp"] == pytest.approx(measured["tp"])
     assert rows["as trained"]["auroc"] == pytest.approx(measured["detection"]["auroc_pooled"])
-    monkeypatch.setattr(cli, "run_ablation", lambda *_: answer["variants"])
+    monkeypatch.setattr("tpl.bench.ablate.ablate", lambda *_: answer["variants"])
     text = call("ablate", place).stdout
     assert all(name.split(",")[0] in text for name in VARIANTS)
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score, roc_curve
 
 Matrix = NDArray[np.float64]
 
@@ -64,12 +63,16 @@ def rectified_forgetting_aia(matrix: Matrix, joint: Matrix) -> float:
 
 def auroc(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
     """Area under the ROC curve: P(score inside > score outside), ties counted half."""
+    from sklearn.metrics import roc_auc_score  # slow to import, and not every command measures
+
     labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
     return float(roc_auc_score(labels, np.r_[inside, outside]))
 
 
 def false_positives_at_95(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
     """FPR95: share of outside samples accepted by the threshold that accepts 95 % of the inside ones."""
+    from sklearn.metrics import roc_curve
+
     labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
     false, true, _ = roc_curve(labels, np.r_[inside, outside], drop_intermediate=False)
     return float(false[np.searchsorted(true, 0.95)])

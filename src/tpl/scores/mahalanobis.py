@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-from sklearn.covariance import oas
 from torch import Tensor
 
 from tpl.scores.base import Score
@@ -53,6 +52,8 @@ class Mahalanobis(Score):
     def _covariance(self, centred: Tensor) -> Tensor:
         n, d = centred.shape
         if self.shrinkage == "oas" or (self.shrinkage == "auto" and n < ENOUGH * d):
+            from sklearn.covariance import oas  # slow to import, and not always needed
+
             covariance, _ = oas(centred.cpu().numpy(), assume_centered=True)
             return torch.from_numpy(covariance).to(centred)
         return centred.T @ centred / n
