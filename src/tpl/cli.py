@@ -101,7 +101,9 @@ def run(
     ] = None,
     device: Device = "auto",
     precision: Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")] = "auto",
-    directory: Annotated[Path | None, typer.Option("--out", help="The run directory; made from the settings.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--out", help="The run directory; by default under runs/, named after the settings.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = False,
     against: Annotated[Path | None, typer.Option(help="A joint run: adds the rectified forgetting rate.")] = None,
     as_json: AsJson = False,

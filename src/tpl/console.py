@@ -30,6 +30,7 @@ class RunProgress:
         self.bar: TaskID | None = None
         self.images: list[int] = []
         self.stage = 0
+        self.full = ""  # how much of the network's capacity is in use, where the method has a say in it
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +63,17 @@ class RunProgress:
         where = f"task {self.stage + 1} of {len(self.images)}"
         self._say(f"{where}, epoch {data['epoch']} of {data['epochs']}, loss {data['loss']:.2f}", advance=share)
 
+    def _on_capacity(self, data: dict[str, Any]) -> None:
+        self.full = f", {100 * data['units']:.0f} % full"
+
     def _on_warning(self, data: dict[str, Any]) -> None:
         self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr: --json or not
 
     def _on_stage(self, data: dict[str, Any]) -> None:
         mean = 100 * sum(data["cil"]) / len(data["cil"])
         self.stage = data["stage"] + 1
-        self._say(f"{mean:.1f} % right after {self.stage} of {len(self.images)} tasks")
+        self._say(f"{mean:.1f} % right after {self.stage} of {len(self.images)} tasks{self.full}")
+        self.full = ""
         if self.bar is not None:
             self.progress.update(self.bar, completed=sum(self.images[: self.stage]))  # shares add up to almost 1
 

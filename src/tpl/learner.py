@@ -98,8 +98,12 @@ class Learner:
         path: Path | str,
         weights: Path | str | None = None,
         device: str = "auto",
+        precision: str = "auto",
     ) -> Self:
-        """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
+        """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
+
+        `precision` is that of further training; answers are always computed in float32.
+        """
         header, state, memory = ModelStore(path).read()
         encoder = header["encoder"]
         learner = cls(
@@ -107,7 +111,7 @@ class Learner:
             encoder["name"],
             weights or encoder["weights"],
             device,
-            header["precision"],
+            precision,
             header["seed"],
             **header["options"],
         )
@@ -131,7 +135,6 @@ class Learner:
             "method": method.name,
             "options": method.config.to_dict(),
             "seed": method.seed,
-            "precision": "bf16" if method.compute.bf16 else "fp32",
             "encoder": {
                 "name": method.encoder.name,
                 "sha256": method.encoder.sha256,

@@ -97,7 +97,7 @@ def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = s
             return RunResult.read(out)
         learned = int(store.header()["commits"]) if store.exists() else 0
         if learned:
-            learner = Learner.load(store.path, spec.weights, spec.device)
+            learner = Learner.load(store.path, spec.weights, spec.device, spec.precision)
         evaluator = Evaluator(stream, learner.method)
         with EventLog(out / "events.jsonl", listen) as tell:
             tell(Event("run", _plan(spec, out, stream, learner, learned)))
