@@ -9,9 +9,10 @@ tpl=${TPL:-tpl}
 for seed in 0 1 2; do
   run() { "$tpl" run digits-5t --validation 0.2 --seed "$seed" --resume --out "$out/$1-$seed" --json "${@:2}" > "$out/$1-$seed.json"; }
   mkdir -p "$out"
-  run default
-  run per_class --set others=per_class
-  run soft --set masks=soft
-  run plain-sgd --set weight_decay=0 --set nesterov=false
-  "$tpl" ablate "$out/default-$seed" --json > "$out/ablate-$seed.json"
+  public=(--set weight_decay=0.0005 --set nesterov=true)
+  run defaults
+  run public-sgd "${public[@]}"
+  run public-sgd-per_class "${public[@]}" --set others=per_class
+  run public-sgd-soft "${public[@]}" --set masks=soft
+  "$tpl" ablate "$out/defaults-$seed" --json > "$out/ablate-$seed.json"
 done

@@ -26,8 +26,8 @@ class Recipe(Config):
     batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1)
     lr: float = option(0.005, "learning rate, constant", above=0)
     momentum: float = option(0.9, "momentum of SGD", minimum=0)
-    weight_decay: float = option(5e-4, "weight decay of SGD: 5e-4 in the public code, 0 by the paper's text", minimum=0)
-    nesterov: bool = option(True, "Nesterov momentum: true in the public code, false by the paper's text")
+    weight_decay: float = option(0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0)
+    nesterov: bool = option(False, "Nesterov momentum: false by the paper's text, true in the public code")
 
     def __post_init__(self) -> None:
         super().__post_init__()
