@@ -22,7 +22,7 @@ class RunProgress:
             TextColumn("[bold]{task.description:<9}"),
             BarColumn(bar_width=16),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[doing]}", table_column=Column(width=40, no_wrap=True)),
+            TextColumn("{task.fields[doing]}", table_column=Column(width=42, no_wrap=True)),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
             disable=quiet,
@@ -72,7 +72,7 @@ class RunProgress:
     def _on_stage(self, data: dict[str, Any]) -> None:
         mean = 100 * sum(data["cil"]) / len(data["cil"])
         self.stage = data["stage"] + 1
-        self._say(f"{mean:.1f} % right after {self.stage} of {len(self.images)} tasks{self.full}")
+        self._say(f"{mean:.1f} % right after task {self.stage} of {len(self.images)}{self.full}")
         self.full = ""
         if self.bar is not None:
             self.progress.update(self.bar, completed=sum(self.images[: self.stage]))  # shares add up to almost 1
