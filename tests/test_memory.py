@@ -160,6 +160,18 @@ def test_pixels_are_those_of_the_original_images(size: tuple[int, int], mode: st
     assert torch.equal(memory.pixels(preprocess), expected)
 
 
+def test_pixels_lie_where_they_were_last_asked_for(preprocess: Preprocess) -> None:
+    memory, plain = Memory(6), Memory(6)
+    for task in range(3):
+        memory.add(numbered(2, 5, task), 2, preprocess, device=torch.device("cpu"))
+        plain.add(numbered(2, 5, task), 2, preprocess)
+        assert torch.equal(memory.pixels(preprocess, "cpu"), plain.pixels(preprocess))
+    elsewhere = memory.pixels(preprocess, "meta")  # stands for a GPU: a device without values
+    assert elsewhere.device.type == "meta" and memory.pixels(preprocess, "meta") is elsewhere
+    memory.add(numbered(2, 5, 3), 2, preprocess, device="meta")
+    assert memory.pixels(preprocess, "meta").shape == plain.pixels(preprocess).shape
+
+
 def test_large_images_are_kept_small(preprocess: Preprocess) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
     memory = Memory(2, "first")

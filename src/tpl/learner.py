@@ -46,11 +46,12 @@ class Learner:
         device: str = "auto",
         precision: str = "auto",
         seed: int = 0,
+        compile: str = "auto",
         **options: Any,
     ) -> None:
         found = find_method(method)
         config = found.config_class.parse(options)
-        compute = choose_compute(device, precision)
+        compute = choose_compute(device, precision, compile)
         self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
 
     @property
@@ -99,11 +100,9 @@ class Learner:
         weights: Path | str | None = None,
         device: str = "auto",
         precision: str = "auto",
+        compile: str = "auto",
     ) -> Self:
-        """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
-
-        `precision` is that of further training; answers are always computed in float32.
-        """
+        """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
         header, state, memory = ModelStore(path).read()
         encoder = header["encoder"]
         learner = cls(
@@ -113,6 +112,7 @@ class Learner:
             device,
             precision,
             header["seed"],
+            compile,
             **header["options"],
         )
         if learner.method.encoder.fingerprint != encoder["fingerprint"]:

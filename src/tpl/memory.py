@@ -69,10 +69,13 @@ class Memory:
         quota = self.budget // classes if classes else 0
         return [quota or int(c < self.budget) for c in range(classes)]
 
-    def add(self, images: ImageSet, classes: int, preprocess: Preprocess) -> Tensor:
+    def add(
+        self, images: ImageSet, classes: int, preprocess: Preprocess, device: torch.device | str | None = None
+    ) -> Tensor:
         """Take up a new task's `classes` classes and shrink the old ones to the new quota.
 
-        Returns which rows of the old memory stayed; they now come first, in the same order.
+        Returns which rows of the old memory stayed; they now come first, in the same order. `pixels` are made
+        ready on `device`; without it, where they already are (the CPU at first).
         """
         labels = np.asarray(images.labels)
         first = len(self.exemplars)
@@ -92,13 +95,22 @@ class Memory:
         kept = torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
         if self._prepared is not None or first == 0:
             old = [self._prepared[kept]] if self._prepared is not None else []
-            self._prepared = torch.cat([*old, preprocess.batch(self._images(first))])
+            if device is None and self._prepared is not None:
+                device = self._prepared.device
+            new = preprocess.batch(self._images(first), device=device)
+            self._prepared = torch.cat([*(rows.to(new.device) for rows in old), new])
         return kept
 
-    def pixels(self, preprocess: Preprocess) -> Tensor:
-        """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class."""
+    def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
+        """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class.
+
+        They are on `device` and stay there for the next time; without it, they are given on the CPU.
+        """
         if self._prepared is None:
-            self._prepared = preprocess.batch(self._images(0))
+            self._prepared = preprocess.batch(self._images(0), device=device)
+        if device is None:
+            return self._prepared.cpu()
+        self._prepared = self._prepared.to(device)
         return self._prepared
 
     def _images(self, first_class: int) -> ImageSet:

@@ -115,3 +115,42 @@ def test_pairwise_is_pooled_for_equal_sizes_only() -> None:
     equal, unequal = (metrics.detection(*detection_data(sizes)) for sizes in ([20, 20, 20], [40, 10, 25]))
     assert equal["auroc_pairwise"] == pytest.approx(equal["auroc_pooled"])
     assert unequal["auroc_pairwise"] != pytest.approx(unequal["auroc_pooled"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_are_scikit_learns(seed: int) -> None:
+    from sklearn.metrics import roc_auc_score, roc_curve
+
+    rng = np.random.default_rng(seed)
+    n, m = rng.integers(1, 90, 2)
+    inside, outside = rng.normal(1, 1, n), rng.normal(0, 1, m)
+    if seed % 2:  # with ties
+        inside, outside = inside.round(1), outside.round(1)
+    labels, scores = np.r_[np.ones(n), np.zeros(m)], np.r_[inside, outside]
+    false, true, _ = roc_curve(labels, scores, drop_intermediate=False)
+    assert metrics.auroc(inside, outside) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    expected = false[np.searchsorted(true, 0.95)]
+    assert metrics.false_positives_at_95(inside, outside) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("digits", [1, 9])  # with ties, and without
+def test_detection_is_the_mean_of_single_comparisons(digits: int) -> None:
+    sizes = [31, 5, 20, 47, 1]
+    scores, tasks = detection_data(sizes)
+    scores = scores.round(digits)
+    found = metrics.detection(scores, tasks)
+    own = [scores[tasks == j, j] for j in range(5)]
+    pairs = [metrics.auroc(own[j], scores[tasks == i, j]) for j, i in itertools.permutations(range(5), 2)]
+    pooled = [metrics.auroc(own[j], scores[tasks != j, j]) for j in range(5)]
+    fpr = [metrics.false_positives_at_95(own[j], scores[tasks != j, j]) for j in range(5)]
+    expected = {"auroc_pairwise": np.mean(pairs), "auroc_pooled": np.mean(pooled), "fpr95": np.mean(fpr)}
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_scores_that_cannot_be_ranked_are_refused() -> None:
+    scores, tasks = detection_data([3, 3])
+    for place in ((0, 0), (5, 0)):  # inside and outside
+        broken = scores.copy()
+        broken[place] = NAN
+        with pytest.raises(ValueError, match="finite"):
+            metrics.detection(broken, tasks)

@@ -119,7 +119,7 @@ def test_every_event_is_one_line_of_json(whole: Whole) -> None:
     logged = [json.loads(line) for line in lines]
     assert [e["kind"] for e in logged] == [e.kind for e in whole.events if e.kind != "prepare"]
     assert [e["kind"] for e in logged if e["kind"] != "warning"] == [
-        "run", *(["task", "epoch", "capacity", "stage"] * 2)
+        "run", *(["task", "epoch", "trained", "capacity", "stage"] * 2)
     ]  # fmt: skip
     assert all(a["time"] <= b["time"] for a, b in pairwise(logged))
 

@@ -95,7 +95,7 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["", "demo", "run", "list", "describe", "report", "ablate"])
+@pytest.mark.parametrize("command", ["", "demo", "run", "list", "describe", "report", "ablate", "reproduce"])
 def test_every_command_has_help(command: str) -> None:
     result = call(*command.split(), "-h")
     assert result.exit_code == 0 and "Usage" in result.stdout

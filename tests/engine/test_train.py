@@ -1,26 +1,31 @@
-"""Batches: every new image once an epoch, as many replayed ones beside it."""
+"""Batches: every new image once an epoch, as many replayed ones beside it; networks side by side."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tpl.engine import Batches, GatedSGD, Samples, silent, train
+from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Samples, silent, train
 from tpl.engine.train import cycle_length
 from tpl.errors import TplError
 
 
 def samples(n: int, offset: int) -> Samples:
-    return Samples(torch.zeros(n, 3, 2, 2, dtype=torch.uint8), torch.arange(n) + offset)
+    """Images that tell their label: every pixel is the label, modulo 256."""
+    labels = torch.arange(n) + offset
+    return Samples(labels.to(torch.uint8).view(n, 1, 1, 1).expand(n, 3, 2, 2).contiguous(), labels)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def test_new_images_come_once_and_replay_keeps_the_ratio_one_to_one() -> None:
-    batches = Batches(samples(10, 0), samples(3, 100), 4, torch.Generator().manual_seed(0))
-    assert batches.steps == 3
+    feed = Feed([Batches(samples(10, 0), samples(3, 100), 4, generator())])
+    assert feed.steps == 3 and feed.images == 20
     for _ in range(2):
-        labels = [batches.gather(*rows)[1] for rows in batches.epoch()]
-        new = torch.cat([part[part < 100] for part in labels])
-        old = torch.cat([part[part >= 100] for part in labels])
+        labels = torch.cat([feed.gather(*inputs)[1][0] for inputs in feed.epoch()])
+        new, old = labels[labels < 100], labels[labels >= 100]
         assert sorted(new.tolist()) == list(range(10))
         assert len(old) == 10
         counts = torch.bincount(old - 100, minlength=3)
@@ -28,16 +33,66 @@ def test_new_images_come_once_and_replay_keeps_the_ratio_one_to_one() -> None:
 
 
 def test_empty_memory_is_no_replay() -> None:
-    batches = Batches(samples(5, 0), samples(0, 0), 2, torch.Generator())
-    assert [len(batches.gather(*rows)[1]) for rows in batches.epoch()] == [2, 2, 1]
+    feed = Feed([Batches(samples(5, 0), samples(0, 0), 2, generator())])
+    assert [feed.gather(*inputs)[1].shape[1] for inputs in feed.epoch()] == [2, 2, 1]
+
+
+def test_full_batches_are_filled_up_with_rows_that_do_not_count() -> None:
+    batches = [Batches(samples(5, 0), samples(2, 100), 2, generator(s)) for s in (1, 2)]
+    shapes, counted = set(), []
+    for inputs in (feed := Feed(batches, full=True)).epoch():
+        pixels, labels = feed.gather(*inputs)
+        shapes.add((tuple(pixels.shape), tuple(labels.shape)))
+        counted += labels[labels != IGNORED].tolist()
+    assert shapes == {((8, 3, 2, 2), (2, 4))}
+    assert sorted(label for label in counted if label < 100) == sorted(2 * list(range(5)))
+    assert len(counted) == 20
+
+
+def test_networks_side_by_side_get_the_batches_they_would_get_alone() -> None:
+    make = [
+        lambda seed=seed: Batches(samples(7, 10 * seed), samples(3, 100 + seed), 3, generator(seed)) for seed in (1, 2)
+    ]
+    together = Feed([m() for m in make])
+    steps = [together.gather(*inputs) for inputs in together.epoch()]
+    for i, m in enumerate(make):
+        alone = Feed([m()])
+        for (pixels, labels), inputs in zip(steps, alone.epoch(), strict=True):
+            own_pixels, own_labels = alone.gather(*inputs)
+            assert torch.equal(labels[i], own_labels[0])
+            assert torch.equal(pixels.chunk(2)[i], own_pixels)
+
+
+class Elsewhere(Samples):
+    """Samples that pretend to be too many for the device."""
+
+    resident = False  # type: ignore[assignment]
+
+
+def test_streamed_pixels_are_those_of_resident_ones() -> None:
+    new, replay = samples(9, 0), samples(4, 100)
+    feeds = [Feed([Batches(n, replay, 4, generator(3))], full=True) for n in (new, Elsewhere(new.pixels, new.labels))]
+    assert feeds[1].streamed == [0]
+    for _ in range(2):
+        for resident, streamed in zip(*(feed.epoch() for feed in feeds), strict=True):
+            assert len(streamed) == len(resident) + 1
+            for a, b in zip(feeds[0].gather(*resident), feeds[1].gather(*streamed), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_unequal_networks_are_refused() -> None:
+    with pytest.raises(ValueError, match="equally many"):
+        Feed([Batches(samples(n, 0), None, 2, generator()) for n in (4, 5)])
+    with pytest.raises(ValueError, match="replay"):
+        Feed([Batches(samples(4, 0), replay, 2, generator()) for replay in (None, samples(2, 9))])
 
 
 class Diverging:
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
 
-    def loss(self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor) -> torch.Tensor:
-        return (self.weight * torch.inf).sum()
+    def losses(self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor) -> torch.Tensor:
+        return self.weight * torch.inf
 
     def after_backward(self, progress: torch.Tensor) -> None: ...
 
@@ -46,9 +101,22 @@ class Diverging:
 
 def test_a_diverging_loss_is_a_clear_error() -> None:
     objective = Diverging()
-    batches = Batches(samples(4, 0), None, 2, torch.Generator())
+    batches = Batches(samples(4, 0), None, 2, generator())
     with pytest.raises(TplError, match="learning rate"):
-        train(objective, GatedSGD([objective.weight], 0.1), batches, 2, lambda p: p.float(), silent)
+        train(objective, GatedSGD([objective.weight], 0.1), [batches], 2, lambda p: p.float(), [silent])
+
+
+class Quadratic(Diverging):
+    def losses(self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor) -> torch.Tensor:
+        return (self.weight - images.mean()) ** 2
+
+
+def test_the_end_of_training_tells_how_many_images_it_took() -> None:
+    objective, heard = Quadratic(), list[Event]()
+    batches = Batches(samples(5, 0), samples(3, 0), 2, generator())
+    train(objective, GatedSGD([objective.weight], 0.01), [batches], 3, lambda p: p.float(), [heard.append])
+    assert [event.kind for event in heard] == ["epoch"] * 3 + ["trained"]
+    assert heard[-1].data["images"] == 30 and heard[-1].data["networks"] == 1
 
 
 @pytest.mark.parametrize(

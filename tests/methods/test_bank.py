@@ -60,7 +60,7 @@ def test_protected_weights_keep_their_bits_and_free_ones_move(small_stream: Stre
     before = {k: v.clone() for k, v in method.bank.adapters.state_dict().items()}
     learner.learn(small_stream[1])
     for name, after in method.bank.adapters.state_dict().items():
-        closed = gates[name].expand_as(after) == 0
+        closed = getattr(gates, name).expand_as(after) == 0
         assert torch.equal(after[closed], before[name][closed]), name
         assert not torch.equal(after[~closed], before[name][~closed]), name
 

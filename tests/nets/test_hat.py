@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tpl.nets import Adapters, hat
+from tpl.nets.adapters import AdapterMasks, adapt
 
 
 def test_scale_rises_from_the_inverse_and_never_reaches_the_maximum() -> None:
@@ -68,15 +69,28 @@ def test_gates_protect_a_weight_only_between_two_used_units() -> None:
     adapters = Adapters(count=1, dim=3, latent=2)
     used = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])  # hidden units 0, 1; outputs 0, 1, 2
     gates = adapters.gates(used)
-    assert gates["down_weight"][0].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert gates["down_bias"][0].tolist() == [0, 1]
-    assert gates["up_weight"][0].tolist() == [[1, 1], [0, 1], [0, 1]]
-    assert gates["up_bias"][0].tolist() == [1, 0, 0]
+    assert gates.down_weight[0].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert gates.down_bias[0].tolist() == [0, 1]
+    assert gates.up_weight[0].tolist() == [[1, 1], [0, 1], [0, 1]]
+    assert gates.up_bias[0].tolist() == [1, 0, 0]
 
 
 def test_masks_are_laid_out_adapter_by_adapter_hidden_units_first() -> None:
     adapters = Adapters(count=2, dim=3, latent=2)
-    pairs = adapters.split_masks(torch.arange(10.0))
-    assert pairs[0].down.tolist() == [0, 1] and pairs[0].up.tolist() == [2, 3, 4]
-    assert pairs[1].down.tolist() == [5, 6] and pairs[1].up.tolist() == [7, 8, 9]
-    assert adapters.split_masks(torch.zeros(4, 10))[1].up.shape == (4, 1, 3)
+    masks = adapters.weights.split(torch.arange(10.0))
+    assert masks.down.tolist() == [[0, 1], [5, 6]] and masks.up.tolist() == [[2, 3, 4], [7, 8, 9]]
+    assert adapters.weights.split(torch.zeros(4, 10)).up.shape == (4, 2, 3)
+
+
+def test_folding_a_mask_into_the_weights_equals_masking_the_activations() -> None:
+    adapters = Adapters(count=1, dim=6, latent=4)
+    with torch.no_grad():
+        for parameter in adapters.parameters():
+            parameter.normal_()
+    x, mask = torch.randn(3, 5, 6), torch.rand(10)
+    mask[[0, 7]] = 0.0
+    (layer,), (folded,) = adapters.weights.layers(), adapters.weights.fold(mask).layers()
+    rows = AdapterMasks(*(part[0].expand(3, -1) for part in adapters.weights.split(mask)))
+    torch.testing.assert_close(adapt(x, folded), adapt(x, layer, rows))
+    closed = adapters.weights.fold(torch.zeros(10)).layers()[0]
+    assert torch.equal(adapt(x, closed), x)

@@ -6,6 +6,7 @@ import threading
 import time
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tpl.stream import (
 )
 from tpl.stream.decoding import MAX_ASPECT
 from tpl.stream.files import Archive, ZipMember
+from tpl.stream.kept import KeptImages
 
 CONFIG: dict[str, Any] = {
     "input_size": (3, 24, 24),
@@ -199,6 +201,30 @@ class TestSets:
         with pytest.raises(DataError):
             concatenate([first], [0, 1])
 
+    def test_blocks_are_the_images_in_a_row(self) -> None:
+        rng = np.random.default_rng(0)
+        grey = ArrayImages(rng.integers(0, 256, (4, 3, 5), dtype=np.uint8), [0] * 4)
+        rgb = ArrayImages(rng.integers(0, 256, (4, 3, 5, 3), dtype=np.uint8), [0] * 4)
+        mixed = concatenate([grey, rgb.select([3, 1]), grey.select([2])], [0, 0, 0]).select([6, 4, 0, 5])
+        for images in (grey, rgb, rgb.select([2, 0, 0]), mixed):
+            chosen = np.arange(len(images))[::-1]
+            block = images.block(chosen)
+            assert block is not None and block.flags.writeable
+            assert np.array_equal(block, np.stack([np.asarray(images.load(int(i))) for i in chosen]))
+        empty = rgb.block(np.arange(0))
+        assert empty is not None and empty.shape == (0, 3, 5, 3)
+        for wrong in (-1, 4):
+            with pytest.raises(IndexError):
+                rgb.block(np.array([wrong]))
+
+    def test_there_is_no_block_of_several_sizes_or_of_files(self, tmp_path: Path) -> None:
+        one, other = (ArrayImages(np.zeros((2, side, 2), np.uint8), [0, 0]) for side in (2, 3))
+        files = FileImages([tmp_path / "absent.png"], [0])
+        assert concatenate([one, other], [0, 0]).block(np.array([0, 3])) is None
+        assert concatenate([one, files], [0, 0]).block(np.array([0, 2])) is None
+        assert concatenate([one, files], [0, 0]).block(np.array([0, 1])) is not None  # all from one part
+        assert files.block(np.arange(1)) is None
+
     def test_files_are_read_only_when_loaded(self, tmp_path: Path) -> None:
         path = tmp_path / "late.png"
         images = FileImages([path, tmp_path / "never.png"], [0, 1]).select([0, 1])
@@ -255,6 +281,63 @@ class TestSets:
         for thread in threads:
             thread.join()
         assert wrong == []
+
+
+class TestKept:
+    def files(self, folder: Path, sizes: list[tuple[int, int]]) -> FileImages:
+        for i, (height, width) in enumerate(sizes):
+            noise(height, width, seed=i).save(folder / f"{i}.png")
+        return FileImages([folder / f"{i}.png" for i in range(len(sizes))], [0] * len(sizes))
+
+    def test_each_image_is_decoded_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = self.files(tmp_path, [(5, 4)] * 6)
+        expected = np.stack([np.asarray(files.load(i)) for i in range(6)])
+        asked: list[int] = []
+        plain_load = FileImages.load
+        monkeypatch.setattr(FileImages, "load", lambda self, i: asked.append(i) or plain_load(self, i))
+        kept = KeptImages(files)
+        assert np.array_equal(np.asarray(kept.load(3)), expected[3]) and asked == [3]
+        block = kept.select([1, 3, 5]).block(np.array([2, 1, 0]))
+        assert np.array_equal(block, expected[[5, 3, 1]])  # type: ignore[arg-type]
+        assert sorted(asked) == [1, 3, 5]
+        for i in range(6):
+            changed = kept.load(i)
+            assert np.array_equal(np.asarray(changed), expected[i])
+            changed.paste((0, 0, 0), (0, 0, 4, 5))  # what is handed out is a copy
+        kept.block(np.arange(6))[:] = 0  # type: ignore[index]
+        assert np.array_equal(kept.block(np.arange(6)), expected)  # type: ignore[arg-type]
+        assert sorted(asked) == [0, 1, 2, 3, 4, 5]
+        assert kept.name(2) == files.name(2) and kept.identity(2) == files.identity(2)
+        assert kept.labels.tolist() == [0] * 6
+        for index in (-1, 6):
+            with pytest.raises(IndexError):
+                kept.load(index)
+            with pytest.raises(IndexError):
+                kept.block(np.array([index]))
+
+    def test_other_sizes_and_large_sets_are_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = self.files(tmp_path, [(5, 4), (4, 5), (5, 4)])
+        kept = KeptImages(files)
+        assert [kept.load(i).size for i in (0, 1, 2, 1)] == [(4, 5), (5, 4), (4, 5), (5, 4)]
+        assert kept.block(np.arange(3)) is None and kept.block(np.array([0, 2])) is not None
+        monkeypatch.setattr("tpl.stream.kept.MAX_BYTES", 3 * 5 * 4 * 3 - 1)
+        large = KeptImages(files)
+        assert large.load(0).size == (4, 5) and large.block(np.array([0, 2])) is None
+
+    def test_an_unreadable_file_is_named_every_time(self, tmp_path: Path) -> None:
+        kept = KeptImages(self.files(tmp_path, [(5, 4), (5, 4)]))
+        (tmp_path / "1.png").write_bytes(b"nothing")
+        for _ in range(2):
+            with pytest.raises(UnreadableImage, match="1.png"):
+                kept.block(np.arange(2))
+
+    def test_many_threads_see_whole_images(self, tmp_path: Path) -> None:
+        files = self.files(tmp_path, [(9, 9)] * 30)
+        expected = np.stack([np.asarray(files.load(i)) for i in range(30)])
+        kept = KeptImages(files)
+        with ThreadPoolExecutor(8) as pool:
+            blocks = list(pool.map(kept.block, [np.arange(30)] * 8))
+        assert all(np.array_equal(block, expected) for block in blocks)  # type: ignore[arg-type]
 
 
 SIZES = [

@@ -6,6 +6,7 @@ import os
 import pickle
 import urllib.error
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tpl.stream import DataError, ImageSet, class_order, image_folder, load_source, split
+from tpl.bench.benchmarks import BENCHMARKS, find_benchmark
+from tpl.stream import ArrayImages, DataError, ImageSet, Source, class_order, image_folder, load_source, split
+from tpl.stream.reuse import MAX_SOURCES, reused, signature
 
 # The content of a small data set by path; the pixel value of each image tells them apart.
 Files = dict[str, bytes]
@@ -167,7 +170,7 @@ def test_digits() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match="mnist.*digits, cifar10, cifar100, tiny-imagenet, folder"):
+    with pytest.raises(DataError, match="mnist.*digits, cifar10, cifar100, tiny-imagenet, imagenet380, folder"):
         load_source("mnist", None, False)
 
 
@@ -186,6 +189,26 @@ class TestCifar:
         assert source.train.labels.tolist() == [value for _, value in content(source.train, source.class_names)]
         stream = split(source.train, source.test, source.class_names, 10, class_order("random:1", source.name, 100))
         assert len(stream) == 10 and len(stream[3].train) == 20
+
+    def test_zips_are_read_and_decoded_once_while_they_stay_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        as_zip(tmp_path / "train.zip", cifar_like(10, "train"))
+        as_zip(tmp_path / "test.zip", cifar_like(10, "test"))
+        source = load_source("cifar10", tmp_path, False)
+        block = source.train.select([4, 2]).block(np.arange(2))
+        assert block is not None and block[:, 0, 0, 0].tolist() == [4, 2]
+        again = load_source("cifar10", tmp_path, False)
+        assert again is source
+        with monkeypatch.context() as patch:
+            patch.setattr("tpl.stream.files.decode", None)  # decoding once more would fail
+            assert content(again.train.select([4, 2]), again.class_names) == [("c004", 4), ("c002", 2)]
+        as_zip(tmp_path / "train.zip", cifar_like(10, "train") | {"train/c003/more.webp": picture(99, "WEBP")})
+        changed = load_source("cifar10", tmp_path, False)
+        assert changed is not source and len(changed.train) == 11
+        (tmp_path / "test.zip").unlink()
+        with pytest.raises(DataError, match="no test images"):
+            load_source("cifar10", tmp_path, False)
 
     def test_class_folders(self, tmp_path: Path) -> None:
         source = load_source("cifar10", as_folder(tmp_path, cifar_like(10, "train") | cifar_like(10, "val")), False)
@@ -260,6 +283,69 @@ def as_torchvision_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, name: str,
     monkeypatch.setattr(kind, "test_list", [written(file, batch) for file, _ in kind.test_list])
     file, checksum = written(kind.meta["filename"], {kind.meta["key"]: names})
     monkeypatch.setattr(kind, "meta", {"filename": file, "key": kind.meta["key"], "md5": checksum})
+
+
+class TestReuse:
+    def source(self, value: int) -> Source:
+        return Source(str(value), ArrayImages(np.zeros((1, 2, 2), np.uint8), [0]), None, ("a",))
+
+    def test_deep_and_large_folders_are_read_again(self, tmp_path: Path) -> None:
+        as_folder(tmp_path / "deep", {"train/cat/a.png": b"x"})
+        as_folder(tmp_path / "many", {f"{i}.png": b"x" for i in range(120)})
+        for place in ("deep", "many", "absent"):
+            assert signature(tmp_path / place) is None
+            first = reused(place, tmp_path / place, lambda: self.source(1))
+            assert reused(place, tmp_path / place, lambda: self.source(2)) is not first
+
+    @pytest.mark.parametrize("change", ["content", "new file", "new folder", "removed"])
+    def test_any_change_is_seen(self, tmp_path: Path, change: str) -> None:
+        as_folder(tmp_path, {"one.zip": b"abc", "batches/data": b"x"})
+        first = reused(change, tmp_path, lambda: self.source(1))
+        assert reused(change, tmp_path, lambda: self.source(2)) is first
+        changes: dict[str, Callable[[], object]] = {
+            "content": lambda: (tmp_path / "batches" / "data").write_bytes(b"longer"),
+            "new file": lambda: (tmp_path / "two.zip").touch(),
+            "new folder": lambda: (tmp_path / "batches 2").mkdir(),
+            "removed": lambda: (tmp_path / "one.zip").unlink(),
+        }
+        changes[change]()
+        assert reused(change, tmp_path, lambda: self.source(3)) is not first
+
+    def test_only_a_few_are_held(self, tmp_path: Path) -> None:
+        path = as_zip(tmp_path / "a.zip", {})
+        first = reused("set 0", path, lambda: self.source(0))
+        for i in range(1, MAX_SOURCES + 1):
+            reused(f"set {i}", path, lambda: self.source(0))
+        assert reused("set 0", path, lambda: self.source(0)) is not first
+
+
+class TestImageNet380:
+    def test_380_classes_with_val_or_test(self, tmp_path: Path) -> None:
+        files = {f"{part}/n{k:08d}/a.JPEG": b"x" for part in ("train", "val") for k in range(380)}
+        source = load_source("imagenet380", as_zip(tmp_path / "set.zip", files))
+        assert len(source.class_names) == 380 and source.test is not None and len(source.test) == 380
+        stream = find_benchmark("imagenet380-10t").stream(tmp_path / "set.zip")
+        assert [len(task.classes) for task in stream] == [38] * 10
+
+    def test_other_counts_say_what_to_do(self, tmp_path: Path) -> None:
+        files = {f"{part}/n{k}/a.JPEG": b"x" for part in ("train", "val") for k in range(3)}
+        with pytest.raises(DataError, match="3 classes, but imagenet380 has 380 .*'folder'; or add or remove"):
+            load_source("imagenet380", as_folder(tmp_path, files))
+        with pytest.raises(DataError, match="cannot be downloaded.*--data FOLDER"):
+            load_source("imagenet380", None, True)
+
+
+def test_the_papers_memories() -> None:
+    small = {name: (b.options["memory"], b.small_memory) for name, b in BENCHMARKS.items() if b.small_memory}
+    assert small == {
+        "c10-5t": (200, 100),
+        "c100-10t": (2000, 1000),
+        "c100-20t": (2000, 1000),
+        "t-5t": (2000, 1000),
+        "t-10t": (2000, 1000),
+    }
+    options = find_benchmark("imagenet380-10t").options
+    assert options == find_benchmark("t-10t").options | {"memory": 7600}
 
 
 WNIDS = [f"n{k:08d}" for k in range(200)]

@@ -109,12 +109,15 @@ class TestOnce:
         first = next(tasks)
         part, whole = first.train.select([0, 1]), concatenate([first.train], [0])
         later = part.select([1])
+        opened = later.block(np.arange(1))
+        assert opened is not None and opened[0, 0, 0].tolist() == [30, 30, 30]
         assert values(later) == [30] and first.train.labels.tolist() == [1, 0, 1, 0, 1, 0]
         second = next(tasks)
         for closed in (first.train, part, later, whole):
             refused: list[Callable[[], object]] = [
                 lambda s=closed: s.load(0),  # type: ignore[misc]
                 lambda s=closed: s.labels,  # type: ignore[misc]
+                lambda s=closed: s.block(np.arange(1)),  # type: ignore[misc]
                 lambda s=closed: s.select([0]),  # type: ignore[misc]
                 lambda s=closed: concatenate([s], [0]),  # type: ignore[misc]
             ]

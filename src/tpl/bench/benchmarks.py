@@ -20,6 +20,7 @@ class Benchmark:
     per_task: int
     options: dict[str, Any] = field(default_factory=dict)  # those a method does not have are left out
     by_method: dict[str, dict[str, Any]] = field(default_factory=dict)  # what single methods want otherwise
+    small_memory: int | None = None  # the memory of the paper's runs with half as many exemplars
 
     def stream(
         self,
@@ -73,11 +74,48 @@ BENCHMARKS: dict[str, Benchmark] = {
             2,
             {"latent": 64, "lr": 0.01, "epochs": 20, "memory": 500, "batch_size": 32},
         ),
-        Benchmark("c10-5t", "CIFAR-10, 5 tasks of 2 classes", "cifar10", 2, _paper(64, 0.005, 20, 200)),
-        Benchmark("c100-10t", "CIFAR-100, 10 tasks of 10 classes", "cifar100", 10, _paper(128, 0.001, 40, 2000)),
-        Benchmark("c100-20t", "CIFAR-100, 20 tasks of 5 classes", "cifar100", 5, _paper(128, 0.005, 40, 2000)),
-        Benchmark("t-5t", "Tiny-ImageNet, 5 tasks of 40 classes", "tiny-imagenet", 40, _paper(128, 0.005, 15, 2000)),
-        Benchmark("t-10t", "Tiny-ImageNet, 10 tasks of 20 classes", "tiny-imagenet", 20, _paper(128, 0.005, 10, 2000)),
+        Benchmark(
+            "c10-5t", "CIFAR-10, 5 tasks of 2 classes", "cifar10", 2, _paper(64, 0.005, 20, 200), small_memory=100
+        ),
+        Benchmark(
+            "c100-10t",
+            "CIFAR-100, 10 tasks of 10 classes",
+            "cifar100",
+            10,
+            _paper(128, 0.001, 40, 2000),
+            small_memory=1000,
+        ),
+        Benchmark(
+            "c100-20t",
+            "CIFAR-100, 20 tasks of 5 classes",
+            "cifar100",
+            5,
+            _paper(128, 0.005, 40, 2000),
+            small_memory=1000,
+        ),
+        Benchmark(
+            "t-5t",
+            "Tiny-ImageNet, 5 tasks of 40 classes",
+            "tiny-imagenet",
+            40,
+            _paper(128, 0.005, 15, 2000),
+            small_memory=1000,
+        ),
+        Benchmark(
+            "t-10t",
+            "Tiny-ImageNet, 10 tasks of 20 classes",
+            "tiny-imagenet",
+            20,
+            _paper(128, 0.005, 10, 2000),
+            small_memory=1000,
+        ),
+        Benchmark(
+            "imagenet380-10t",
+            "380 ImageNet classes of your choice, 10 tasks of 38; --data with train/ and val/ of their folders",
+            "imagenet380",
+            38,
+            _paper(128, 0.005, 10, 7600),
+        ),
     )
 }
 

@@ -14,7 +14,7 @@ from tpl.bench import metrics
 from tpl.methods import Method
 from tpl.methods.bank import BankMethod, Outputs
 from tpl.methods.base import task_of_class
-from tpl.stream import Stream
+from tpl.stream import ImageSet, Stream
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Evaluator:
         while len(self.pixels) <= upto:
             images = self.stream[len(self.pixels)].test
             assert images is not None  # Benchmark.stream sees to it
-            self.pixels.append(self.method.preprocess.batch(images))
+            self.pixels.append(self._prepare(images))
             self.outputs.append(None)
         rows, scores, tasks = [], [], []
         for i in range(upto + 1):
@@ -55,6 +55,12 @@ class Evaluator:
             detection = metrics.detection(np.concatenate(scores), np.concatenate(tasks))
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
         return StageResult(cil, til, tp, detection)
+
+    def _prepare(self, images: ImageSet) -> Tensor:
+        """The images as the encoder takes them, on the GPU as long as they leave most of its memory free."""
+        preprocess, compute = self.method.preprocess, self.method.compute
+        fits = compute.room_for(len(images) * preprocess.bytes_per_image)
+        return preprocess.batch(images, device=compute.device if fits else None)
 
     def _ask(self, task: int) -> tuple[Tensor, NDArray[np.float64] | None]:
         """log P(class) and, where the method has them, the task scores of one task's test images."""

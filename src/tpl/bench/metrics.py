@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
 
 
 def accuracy_so_far(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
@@ -61,21 +62,14 @@ def rectified_forgetting_aia(matrix: Matrix, joint: Matrix) -> float:
     return float(rectified_forgetting_per_stage(matrix, joint).mean())
 
 
-def auroc(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
+def auroc(inside: Vector, outside: Vector) -> float:
     """Area under the ROC curve: P(score inside > score outside), ties counted half."""
-    from sklearn.metrics import roc_auc_score  # slow to import, and not every command measures
-
-    labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
-    return float(roc_auc_score(labels, np.r_[inside, outside]))
+    return float(_share_above(_sorted(inside), _finite(outside)).mean())
 
 
-def false_positives_at_95(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
+def false_positives_at_95(inside: Vector, outside: Vector) -> float:
     """FPR95: share of outside samples accepted by the threshold that accepts 95 % of the inside ones."""
-    from sklearn.metrics import roc_curve
-
-    labels = np.r_[np.ones(len(inside)), np.zeros(len(outside))]
-    false, true, _ = roc_curve(labels, np.r_[inside, outside], drop_intermediate=False)
-    return float(false[np.searchsorted(true, 0.95)])
+    return float((_finite(outside) >= _threshold_at_95(_sorted(inside))).mean())
 
 
 def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
@@ -86,14 +80,40 @@ def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
     `fpr95`: mean over j of FPR95, pooled likewise. Equal task sizes make the two AUROCs equal.
     """
     count = scores.shape[1]
+    sizes = np.bincount(tasks, minlength=count)
     pairs, pooled, fpr = [], [], []
     for j in range(count):
-        own, rest = scores[tasks == j, j], scores[tasks != j, j]
-        pairs += [auroc(own, scores[tasks == i, j]) for i in range(count) if i != j]
-        pooled.append(auroc(own, rest))
-        fpr.append(false_positives_at_95(own, rest))
+        own, others = _sorted(scores[tasks == j, j]), tasks != j
+        rest = _finite(scores[others, j])
+        # One look-up for each outside sample serves all pairs: an AUROC is its mean over the samples compared with.
+        above = _share_above(own, rest)
+        pairs.append(np.delete(np.bincount(tasks[others], above, minlength=count) / sizes, j))
+        pooled.append(above.mean())
+        fpr.append((rest >= _threshold_at_95(own)).mean())
     return {
         "auroc_pairwise": float(np.mean(pairs)),
         "auroc_pooled": float(np.mean(pooled)),
         "fpr95": float(np.mean(fpr)),
     }
+
+
+def _share_above(ordered: Vector, outside: Vector) -> Vector:
+    """For each outside sample, the share of the `ordered` ones that score higher, ties counted half."""
+    not_above = np.searchsorted(ordered, outside, "left") + np.searchsorted(ordered, outside, "right")
+    return 1 - not_above / (2 * len(ordered))
+
+
+def _threshold_at_95(ordered: Vector) -> float:
+    """The largest score that 95 % of the `ordered` ones reach."""
+    enough = int(np.searchsorted(np.arange(1, len(ordered) + 1) / len(ordered), 0.95))
+    return float(ordered[len(ordered) - 1 - enough])
+
+
+def _sorted(scores: Vector) -> Vector:
+    return np.sort(_finite(scores))
+
+
+def _finite(scores: Vector) -> Vector:
+    if not np.isfinite(scores).all():
+        raise ValueError("a task score is not a finite number: it cannot be ranked")
+    return scores

@@ -91,8 +91,17 @@ def summarise(out: Path) -> RunResult:
         "network_bytes": 4 * final["parameters"],  # float32
         "network_and_memory_bytes": 4 * final["parameters"] + final["memory_bytes"],
         "capacity": final["capacity"],
+        "together": final.get("together", 1),  # runs that were trained side by side
+        "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
+        "peak_device_bytes": final.get("peak_device_bytes"),
     }
     return RunResult(description, summary, matrices)
+
+
+def _rate(trained: list[dict[str, Any]]) -> float | None:
+    """Images through forward and backward pass a second, all runs that were trained side by side taken together."""
+    seconds = sum(stage.get("seconds", 0.0) for stage in trained)
+    return sum(stage["images"] for stage in trained if stage) / seconds if seconds else None
 
 
 def _square(rows: list[list[float]]) -> Matrix:

@@ -13,9 +13,11 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tpl.bench.benchmarks import Benchmark, find_benchmark
 from tpl.bench.environment import describe_environment
@@ -24,11 +26,13 @@ from tpl.bench.results import RunResult, summarise
 from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
-from tpl.methods import find_method
+from tpl.methods import find_method, learn_together
 from tpl.methods.bank import BankMethod
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, replace_text
 from tpl.stream import Stream, Task, fingerprint
+
+ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
 
 
 class RunError(TplError):
@@ -52,6 +56,7 @@ class RunSpec:
     validation: float | None = None
     device: str = "auto"
     precision: str = "auto"
+    compile: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
 
     def all_options(self) -> dict[str, Any]:
@@ -72,12 +77,19 @@ class RunSpec:
     def learner(self) -> Learner:
         """A learner that knows nothing yet."""
         return Learner(
-            self.method, self.encoder, self.weights, self.device, self.precision, self.seed, **self.all_options()
+            self.method,
+            self.encoder,
+            self.weights,
+            self.device,
+            self.precision,
+            self.seed,
+            self.compile,
+            **self.all_options(),
         )
 
     def directory_name(self) -> str:
         """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
-        content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ("data", "download", "weights")}
+        content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ELSEWHERE}
         content["options"] = json.dumps(self.all_options(), sort_keys=True)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")
@@ -88,51 +100,130 @@ class RunSpec:
 
 def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent) -> RunResult:
     """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
-    _check_directory(out, resume)
-    stream, learner = spec.stream(), spec.learner()
-    store = ModelStore(out / "model")
-    with store.writing():
-        _write_description(spec, out, stream, learner)
-        if (out / "results.json").exists():
-            return RunResult.read(out)
-        learned = int(store.header()["commits"]) if store.exists() else 0
-        if learned:
-            learner = Learner.load(store.path, spec.weights, spec.device, spec.precision)
-        evaluator = Evaluator(stream, learner.method)
-        with EventLog(out / "events.jsonl", listen) as tell:
-            tell(Event("run", _plan(spec, out, stream, learner, learned)))
-            _warn_about_leaks(spec, tell)
-            for t, task in enumerate(stream.once()):
-                if t >= learned:
-                    _learn_stage(out, t, stream.union(t) if learner.method.cumulative else task, learner, tell)
-                _evaluate_stage(out, t, evaluator, tell)
-    result = summarise(out)
-    result.write(out)
-    return result
+    return execute_together([spec], [out], resume, listen)[0]
 
 
-def _learn_stage(out: Path, stage: int, task: Task, learner: Learner, tell: Listener) -> None:
-    started = time.perf_counter()
-    learner.learn(dataclasses.replace(task, test=None), tell)  # a method never gets test images
-    # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
-    _write_stage(out, stage, {"seconds_learning": time.perf_counter() - started})
-    learner.save(out / "model")
+def execute_together(
+    specs: Sequence[RunSpec], places: Sequence[Path], resume: bool = False, listen: Listener = silent
+) -> list[RunResult]:
+    """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
+
+    Every run has a directory of its own, as if it had run alone. `listen` hears the first of those still to be done,
+    and every warning.
+    """
+    with ExitStack() as open_runs:
+        runs = [open_runs.enter_context(OpenRun(*pair, resume)) for pair in zip(specs, places, strict=True)]
+        going = [run for run in runs if not run.finished]
+        for run in going:
+            run.begin(listen if run is going[0] else _only_warnings(listen))
+        for stage in range(max((len(run.stream) for run in going), default=0)):
+            active = [run for run in going if stage < len(run.stream)]
+            tasks = [run.next_task() for run in active]
+            _learn_stage(stage, [pair for pair in zip(active, tasks, strict=True) if stage >= pair[0].learned])
+            for run in active:
+                run.evaluate(stage)
+    return [run.result() for run in runs]
 
 
-def _evaluate_stage(out: Path, stage: int, evaluator: Evaluator, tell: Listener) -> None:
-    """Measure, unless that was done before the run was interrupted."""
-    content = json.loads(_stage_file(out, stage).read_text(encoding="utf-8"))
-    if "cil" in content:
+def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
+    if not pairs:
         return
-    started, method = time.perf_counter(), evaluator.method
-    content |= dataclasses.asdict(evaluator.stage(stage))
-    content["seconds_evaluation"] = time.perf_counter() - started
-    content["memory_images"] = len(method.memory) if method.memory else 0
-    content["memory_bytes"] = method.memory.bytes_used if method.memory else 0
-    content["parameters"] = method.parameters()
-    content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
-    _write_stage(out, stage, content)
-    tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")}))
+    started = time.perf_counter()
+    runs, tasks = zip(*pairs, strict=True)
+    tasks = tuple(dataclasses.replace(task, test=None) for task in tasks)  # a method never gets test images
+    learn_together([run.learner.method for run in runs], tasks, [run.tell for run in runs])
+    for run in runs:
+        run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
+
+
+class OpenRun:
+    """A run in progress: its stream, its learner, and the files that tell of it."""
+
+    learner: Learner
+    tell: Listener
+
+    def __init__(self, spec: RunSpec, out: Path, resume: bool) -> None:
+        _check_directory(out, resume)
+        self.spec, self.out = spec, out
+        self.stream, self.learner = spec.stream(), spec.learner()
+        self.store = ModelStore(out / "model")
+        self.learned = 0  # tasks that an earlier process has learned
+        self.trained: dict[str, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opening:
+            opening.enter_context(self.store.writing())
+            _write_description(self.spec, self.out, self.stream, self.learner)
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._open.close()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all is done."""
+        return (self.out / "results.json").exists()
+
+    def begin(self, listen: Listener) -> None:
+        """Take up what an earlier process has learned, and tell what is to be done."""
+        spec = self.spec
+        self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
+        if self.learned:
+            self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
+        self.evaluator = Evaluator(self.stream, self.learner.method)
+        self.tasks = enumerate(self.stream.once())
+        log = self._open.enter_context(EventLog(self.out / "events.jsonl", listen))
+
+        def tell(event: Event) -> None:
+            if event.kind == "trained":
+                self.trained = event.data
+            log(event)
+
+        self.tell = tell
+        tell(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
+        _warn_about_leaks(spec, tell)
+
+    def next_task(self) -> Task:
+        """The task of the next stage; a cumulative method gets all tasks up to it in one."""
+        stage, task = next(self.tasks)
+        return self.stream.union(stage) if self.learner.method.cumulative else task
+
+    def keep(self, stage: int, seconds: float, together: int) -> None:
+        """Write down what was learned: `seconds` is this run's share of the time of `together` runs."""
+        content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
+        # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
+        _write_stage(self.out, stage, content)
+        self.learner.save(self.store.path)
+
+    def evaluate(self, stage: int) -> None:
+        """Measure, unless that was done before the run was interrupted."""
+        content = json.loads(_stage_file(self.out, stage).read_text(encoding="utf-8"))
+        if "cil" in content:
+            return
+        started, method = time.perf_counter(), self.learner.method
+        content |= dataclasses.asdict(self.evaluator.stage(stage))
+        content["seconds_evaluation"] = time.perf_counter() - started
+        content["memory_images"] = len(method.memory) if method.memory else 0
+        content["memory_bytes"] = method.memory.bytes_used if method.memory else 0
+        content["parameters"] = method.parameters()
+        content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
+        content["peak_device_bytes"] = method.compute.peak_memory()
+        _write_stage(self.out, stage, content)
+        self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")}))
+
+    def result(self) -> RunResult:
+        """The numbers of the finished run."""
+        if self.finished:
+            return RunResult.read(self.out)
+        result = summarise(self.out)
+        result.write(self.out)
+        return result
+
+
+def _only_warnings(listen: Listener) -> Listener:
+    return lambda event: listen(event) if event.kind == "warning" else None
 
 
 def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: int) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """The training loop, inference, the gated optimiser, devices and progress events."""
 
+from tpl.engine.batches import IGNORED, Batches, Feed, Samples
 from tpl.engine.device import Compute, choose_compute
 from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import in_batches
 from tpl.engine.optim import GatedSGD
-from tpl.engine.train import Batches, Objective, Recipe, RecordedStep, Samples, Step, train
+from tpl.engine.steps import Objective, RecordedStep, Step
+from tpl.engine.train import Recipe, train
 
 __all__ = [
+    "IGNORED",
     "Batches",
     "Compute",
     "Event",
+    "Feed",
     "GatedSGD",
     "Listener",
     "Objective",

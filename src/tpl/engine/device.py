@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from tpl.errors import TplError
 
 PRECISIONS = ("auto", "fp32", "bf16")
+COMPILE = ("auto", "on", "off")
+SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
 
 
 @dataclass(frozen=True)
 class Compute:
     """A device and the precision of the trunk on it.
 
-    bf16 touches the trunk's matrix products alone; masks, norms' statistics, losses and scores stay
-    in float32 or float64 whatever is chosen here.
+    bf16 touches the trunk alone; masks, norms' statistics, losses and scores stay in float32 or float64 whatever is
+    chosen here.
     """
 
     device: torch.device
     bf16: bool
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context the trunk runs in."""
-        if not self.bf16:
-            return nullcontext()
-        # Without the cache of cast weights: it must not outlive a recorded step.
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
+    compiled: bool = False  # the trunk's blocks are compiled: worth its half minute for long runs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the trunk's matrix products."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def room_for(self, size: int) -> bool:
+        """Whether so many bytes of images may stay on the device, beside networks and their activations."""
+        if self.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return size < SHARE_FOR_IMAGES * free
+
+    def peak_memory(self) -> int | None:
+        """The most bytes that tensors have taken on a GPU so far."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
-def choose_compute(device: str = "auto", precision: str = "auto") -> Compute:
-    """`auto` takes the first GPU if there is one, and bf16 on a GPU that has it."""
-    if precision not in PRECISIONS:
-        raise TplError(f"Precision must be one of {', '.join(PRECISIONS)}; got '{precision}'.")
+def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:
+    """`auto` takes the first GPU if there is one, bf16 on a GPU that has it, and compiles where a compiler is."""
+    for name, value, known in (("Precision", precision, PRECISIONS), ("Compile", compile, COMPILE)):
+        if value not in known:
+            raise TplError(f"{name} must be one of {', '.join(known)}; got '{value}'.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -44,5 +59,16 @@ def choose_compute(device: str = "auto", precision: str = "auto") -> Compute:
         torch.zeros(1, device=chosen, dtype=torch.float64)  # statistics need double precision
     except (RuntimeError, AssertionError, TypeError) as error:
         raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
-    gpu_bf16 = chosen.type == "cuda" and torch.cuda.is_bf16_supported()
-    return Compute(chosen, bf16=precision == "bf16" or (precision == "auto" and gpu_bf16))
+    on_gpu = chosen.type == "cuda"
+    if compile == "on" and not (on_gpu and _has_compiler()):
+        raise TplError("Compiling needs a CUDA device, Triton and a C compiler; leave --compile at auto or off.")
+    return Compute(
+        chosen,
+        bf16=precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
+        compiled=compile != "off" and on_gpu and _has_compiler(),
+    )
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile can make kernels here: they are written in Triton and started by compiled C."""
+    return find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))

@@ -1,4 +1,4 @@
-"""Inference in batches that bound the memory. Always float32: batches must not change the answer."""
+"""Inference in blocks that bound the memory, and that never change an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpl.engine.device import Compute
 
-BATCH = 256
+BLOCK = 256
 
 
 def in_batches(
@@ -17,12 +17,19 @@ def in_batches(
     pixels: Tensor,
     compute: Compute,
     normalise: Callable[[Tensor], Tensor],
-    batch_size: int = BATCH,
+    block: int = BLOCK,
 ) -> Tensor:
-    """`function` of normalised images over all `pixels`, on the compute device."""
+    """`function` of normalised images over all `pixels`, on the compute device.
+
+    A GPU's libraries choose kernels by the batch's size, and kernels round differently. There every block is filled
+    up to one size, so an image's answer has the same bits alone and among thousands.
+    """
     parts = []
     with torch.inference_mode():
-        for block in pixels.split(batch_size):
-            images = normalise(block.to(compute.device, non_blocking=True))
-            parts.append(function(images))
+        for part in pixels.split(block):
+            count = len(part)
+            if compute.device.type == "cuda" and count < block:
+                part = torch.cat([part, part.new_zeros(block - count, *part.shape[1:])])
+            images = normalise(part.to(compute.device, non_blocking=True))
+            parts.append(function(images)[:count])
     return torch.cat(parts)  # outside inference mode: an ordinary tensor that autograd may meet again

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import Config, option
-from tpl.engine import Batches, Compute, Event, GatedSGD, Listener, Recipe, Samples, in_batches, train
+from tpl.engine import Compute, Event, Listener, Samples, in_batches
 from tpl.methods.base import Method
+from tpl.methods.lessons import Lesson, learn_lessons
 from tpl.nets import Adapters, Encoder, hat
+from tpl.stream import Task
 
 NEARLY_FULL = 0.95
 
@@ -80,46 +82,16 @@ class Bank:
         """The mask of a finished task."""
         return hat.task_mask(self.tasks[task].embedding.detach(), self.config.s_max, self.config.masks)
 
-    def features(self, images: Tensor, model: TaskModel, mask: Tensor) -> Tensor:
-        """Features of normalised images under one task's norms and a mask."""
-        z: Tensor = self.encoder(images, model.norms, self.adapters, mask)
-        return z.float()
-
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of uint8 images under a finished task's model."""
-        model, mask = self.tasks[task], self.mask(task)
-        z = in_batches(lambda images: self.features(images, model, mask), pixels, self.compute, self.normalise)
+        model, dtype = self.tasks[task], self.compute.dtype
         with torch.no_grad():
-            return Outputs(z, model.logits(z)[:, : model.own])
-
-    def learn(
-        self,
-        samples: Samples,
-        replay: Samples | None,
-        own: int,
-        outputs: int,
-        recipe: Recipe,
-        generator: torch.Generator,
-        listen: Listener,
-    ) -> None:
-        """Train one more task with `outputs` head outputs, `own` of them its classes."""
-        self._warn_if_full(listen)
-        model = self._new_task(own, outputs, generator).to(self.compute.device)
-        objective = HatObjective(self, model)
-        optimiser = GatedSGD(
-            [*self.adapters.parameters(), *model.parameters()],
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            nesterov=recipe.nesterov,
-        )
-        if self.used is not None:
-            for name, gate in self.adapters.gates(self.used).items():
-                optimiser.gate(self.adapters.get_parameter(name), gate)
-        batches = Batches(samples, replay, recipe.batch_size, generator)
-        train(objective, optimiser, batches, recipe.epochs, self.normalise, listen)
-        self.add(model)
-        listen(Event("capacity", self.capacity()))
+            weights = self.adapters.weights.fold(self.mask(task))
+            features = in_batches(
+                lambda images: self.encoder(images, model.norms, weights, dtype=dtype),
+                pixels, self.compute, self.normalise,
+            )  # fmt: skip
+            return Outputs(features, model.logits(features)[:, : model.own])
 
     def add(self, model: TaskModel) -> None:
         """Take up a finished task: freeze it and claim its units."""
@@ -133,15 +105,17 @@ class Bank:
             return {"units": 0.0, "frozen": 0.0}
         return {"units": hat.capacity_used(self.used), "frozen": hat.frozen_share(self.adapters.gates(self.used))}
 
-    def _new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
+    def new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
+        """An untrained task with `outputs` head outputs, `own` of them its classes."""
         dim = self.encoder.dim
         bound = dim**-0.5  # torch's own initialisation of a linear layer
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = torch.randn(self.adapters.units, generator=generator)
-        return TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
+        return TaskModel(own, embedding, self.encoder.new_norms(), head, bias).to(self.compute.device)
 
-    def _warn_if_full(self, listen: Listener) -> None:
+    def warn_if_full(self, listen: Listener) -> None:
+        """Tell that hardly any weight is left to learn with."""
         frozen = self.capacity()["frozen"]
         if frozen >= NEARLY_FULL:
             text = (
@@ -149,38 +123,6 @@ class Bank:
                 f"mask and head, but hardly any free weights; a model with a larger latent size has more room."
             )
             listen(Event("warning", {"text": text}))
-
-
-class HatObjective:
-    """Cross-entropy plus HAT's regulariser, with the mask annealed inside every epoch (Eq. 2)."""
-
-    def __init__(self, bank: Bank, model: TaskModel) -> None:
-        self.bank, self.model, self.config = bank, model, bank.config
-
-    def loss(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
-        """Loss of one batch, at the scale that belongs to this point of the epoch."""
-        s_max = self.config.s_max
-        scale, embedding = hat.scale_at(progress, s_max), self.model.embedding
-        if self.config.mask_gradient == "analytic":
-            mask: Tensor = hat.AnalyticMask.apply(embedding, scale, s_max)  # type: ignore[no-untyped-call]
-        else:
-            mask = hat.soft_mask(embedding, scale)
-        with self.bank.compute.autocast():
-            z = self.bank.features(images, self.model, mask)
-        sparsity = self.config.sparsity * hat.regulariser(mask, self.bank.used)
-        return F.cross_entropy(self.model.logits(z), labels) + sparsity
-
-    def after_backward(self, progress: Tensor) -> None:
-        """Free the embedding's gradient from the annealed scale."""
-        embedding = self.model.embedding
-        if self.config.mask_gradient == "autograd" and embedding.grad is not None:
-            scale = hat.scale_at(progress, self.config.s_max)
-            embedding.grad = hat.compensate(embedding.grad, embedding.detach(), scale, self.config.s_max)
-
-    def after_step(self) -> None:
-        """Keep the embedding where its sigmoid still has a slope."""
-        with torch.no_grad():
-            self.model.embedding.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
 
 
 class BankMethod(Method):
@@ -193,12 +135,25 @@ class BankMethod(Method):
     bank: Bank
 
     @abstractmethod
+    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
+        """What is to be trained for one more task."""
+
+    @abstractmethod
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """Keep what later stages need of a task, now that its model is trained: the data will be gone."""
+
+    @abstractmethod
     def task_scores(self, outputs: list[Outputs]) -> Tensor:
         """How much each task claims each image, `[n, tasks]`."""
 
     @abstractmethod
     def log_probabilities_of(self, outputs: list[Outputs]) -> Tensor:
         """log P(class | image) from every task's outputs."""
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train the task's model and conclude."""
+        learn_lessons([self.lesson(task, samples, listen)])
+        self.conclude(task, samples)
 
     @property
     def outputs_are_final(self) -> bool:

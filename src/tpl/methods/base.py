@@ -10,7 +10,8 @@ import importlib
 import pkgutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ from tpl.memory import Memory
 from tpl.nets import Encoder
 from tpl.state import State
 from tpl.stream import Preprocess, Task
+
+WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are
 
 
 class Method(ABC):
@@ -42,6 +45,8 @@ class Method(ABC):
         self.encoder = encoder.to(compute.device)
         self.config, self.compute, self.seed = config, compute, seed
         self.preprocess = Preprocess(encoder.data_config)
+        if compute.compiled and self.preprocess.height >= WORTH_COMPILING:
+            encoder.fuse()
         self.task_classes_: list[tuple[str, ...]] = []
 
     # What a method must say
@@ -84,6 +89,12 @@ class Method(ABC):
 
         The task's classes must be new (a cumulative method starts afresh instead).
         """
+        with self.learning(task, listen) as samples:
+            self.learn_task(task, samples, listen)
+
+    @contextmanager
+    def learning(self, task: Task, listen: Listener) -> Iterator[Samples]:
+        """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened."""
         known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
             raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must bring new classes only.")
@@ -97,7 +108,7 @@ class Method(ABC):
         try:
             if self.cumulative:
                 self.task_classes_ = []
-            self.learn_task(task, samples, listen)
+            yield samples
             self.task_classes_ = [*self.task_classes_, task.classes]
         except BaseException:
             self._restore(before)
@@ -116,12 +127,16 @@ class Method(ABC):
         self.load_state(state)
 
     def samples(self, task: Task, listen: Listener) -> Samples:
-        """The task's training images, decoded and resized once, on the compute device."""
+        """The task's training images, decoded and resized once, on the compute device if they fit."""
+        count, device = len(task.train), self.compute.device
+        fits = self.compute.room_for(count * self.preprocess.bytes_per_image)
         pixels = self.preprocess.batch(
-            task.train, lambda n: listen(Event("prepare", {"done": n, "images": len(task.train)}))
+            task.train,
+            lambda n: listen(Event("prepare", {"done": n, "images": count})),
+            device if fits else None,
         )
         labels = torch.tensor(np.asarray(task.train.labels), dtype=torch.long)
-        return Samples(pixels.to(self.compute.device), labels.to(self.compute.device))
+        return Samples(pixels, labels.to(self.compute.device))
 
     def generator(self, purpose: str, task: int | None = None) -> torch.Generator:
         """Random numbers that depend on the seed, the task's number and the purpose, on nothing else.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Batches, Compute, GatedSGD, Listener, Recipe, Samples, in_batches, train
+from tpl.engine import Batches, Compute, Listener, Recipe, Samples, in_batches, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder
 from tpl.state import State
@@ -46,8 +46,8 @@ class Network(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Features of normalised images."""
-        z: Tensor = self.trunk[0](images, self.norms, self.adapters)
-        return z.float()
+        z: Tensor = self.trunk[0](images, self.norms, self.adapters.weights, dtype=self.compute.dtype)
+        return z
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits over all classes so far."""
@@ -64,11 +64,9 @@ class CrossEntropy:
     def __init__(self, network: Network) -> None:
         self.network = network
 
-    def loss(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
-        """Cross-entropy of one batch."""
-        with self.network.compute.autocast():
-            z = self.network.features(images)
-        return F.cross_entropy(self.network.logits(z), labels)
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
+        """Cross-entropy of one batch; there is one network."""
+        return F.cross_entropy(self.network(images), labels[0]).unsqueeze(0)
 
     def after_backward(self, progress: Tensor) -> None:
         """Nothing to do."""
@@ -101,9 +99,9 @@ class NetworkMethod(Method):
         """Cross-entropy training on `samples`, labelled by class number."""
         config = self.config
         trainable = [p for p in self.network.parameters() if p.requires_grad]
-        optimiser = GatedSGD(trainable, config.lr, config.momentum, config.weight_decay, config.nesterov)
         batches = Batches(samples, None, config.batch_size, self.generator("training"))
-        train(CrossEntropy(self.network), optimiser, batches, config.epochs, self.preprocess.normalise, listen)
+        objective, optimiser = CrossEntropy(self.network), config.optimiser(trainable)
+        train(objective, optimiser, [batches], config.epochs, self.preprocess.normalise, [listen])
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""

@@ -19,6 +19,7 @@ from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
 from tpl.methods.bank import Bank, BankMethod, HatConfig, Outputs, TaskModel
 from tpl.methods.base import register, task_of_class
+from tpl.methods.lessons import Lesson
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores
@@ -63,19 +64,22 @@ class TPL(BankMethod):
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train the task's model, keep its statistics, then update memory, kNN banks and calibration."""
+    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
+        """The task's own classes, and `others` for what is replayed."""
         own = len(task.classes)
         replay = self._replay(own)
         outputs = own
         if replay is not None:
             outputs += 1 if self.config.others == "single" else len(self.classes_)
-        self.bank.learn(samples, replay, own, outputs, self.config, self.generator("training"), listen)
+        return Lesson(self.bank, samples, replay, own, outputs, self.config, self.generator("training"), listen)
+
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """Keep the task's statistics, then update memory, kNN banks and calibration."""
         z, logits = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
         if not bool(z.isfinite().all()):
             raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
-        kept = self.memory.add(task.train, own, self.preprocess)
+        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
         self._see_memory(kept)
         self._use_memory([*self.task_classes_, task.classes], calibrate=True)
 
@@ -114,14 +118,14 @@ class TPL(BankMethod):
             return None
         labels = torch.full_like(labels, own) if self.config.others == "single" else labels + own
         device = self.compute.device
-        return Samples(self.memory.pixels(self.preprocess).to(device), labels.to(device))
+        return Samples(self.memory.pixels(self.preprocess, device), labels.to(device))
 
     def _see_memory(self, kept: Tensor) -> None:
         """Show the memory to every task's model; `kept` are the rows that were there before.
 
         What an old model said of an old exemplar stays true where outputs are final.
         """
-        pixels = self.memory.pixels(self.preprocess)
+        pixels = self.memory.pixels(self.preprocess, self.compute.device)
         if self.outputs_are_final:
             rows = kept.to(self.compute.device)
             fresh = pixels[len(kept) :]

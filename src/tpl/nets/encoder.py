@@ -8,17 +8,22 @@ result equals timm's own forward pass bit for bit.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from tpl.errors import TplError
-from tpl.nets.adapters import Adapters, adapt
+from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt
+
+FUSED_BLOCKS = 1  # compiled as one piece and used for all: a whole network takes minutes to compile and gains little
 
 
 class Encoder(nn.Module):
@@ -39,9 +44,17 @@ class Encoder(nn.Module):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
+        self._through, self._chunk = adapted_blocks, len(vit.blocks)
+        self._copies: dict[
+            tuple[torch.dtype, torch.device], VisionTransformer
+        ] = {}  # in a dict: not part of this module's state
         self.fingerprint = hash_tensors(vit.state_dict())  # the same however the weights came
         self.requires_grad_(False)
         self.eval()
+
+    def fuse(self) -> None:
+        """Compile the blocks: fewer, larger kernels. Costs some ten seconds for every new shape of a batch."""
+        self._through, self._chunk = torch.compile(adapted_blocks, dynamic=False), FUSED_BLOCKS
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -60,56 +73,107 @@ class Encoder(nn.Module):
         features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return features
 
+    def trunk(self, dtype: torch.dtype) -> VisionTransformer:
+        """The frozen network in one precision; a copy in another than its own is made once and kept."""
+        if dtype == next(self.vit.parameters()).dtype:
+            return self.vit
+        key = dtype, next(self.vit.parameters()).device
+        if key not in self._copies:
+            self._copies[key] = copy.deepcopy(self.vit).to(dtype)
+        return self._copies[key]
+
     def forward(
         self,
         images: Tensor,
         norms: Tensor,
-        adapters: Adapters | None = None,
+        adapters: AdapterStack | None = None,
         masks: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Features `[n, dim]` of normalised images as one task sees them.
+        """Features `[n, dim]`, float32, of normalised images as one task sees them.
 
-        `norms` is `[norms, 2, dim]` and `masks` `[units]`; both may have a leading axis of one entry
-        per image, so that images for different tasks can share a batch.
+        `norms` is `[norms, 2, dim]`. With a leading axis, on the norms or on the adapters' weights, several networks
+        share one pass over the frozen trunk: each serves an equal part of the batch, in order. `masks`, one row
+        `[units]` an image, act on the activations; a mask that holds for the whole batch is folded into the weights.
+        `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
         """
-        vit = self.vit
-        norm = _NormSequence(norms, [n.eps for n in self._norms()])
-        weights = adapters.layers() if adapters is not None else []
-        opened: list[Any] = [None] * len(weights)
-        if adapters is not None and masks is not None:
-            opened = list(adapters.split_masks(masks))
-
-        def bypass(index: int, x: Tensor) -> Tensor:
-            return adapt(x, weights[index], opened[index]) if weights else x
-
-        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
-        for i, block in enumerate(vit.blocks):
-            x = x + bypass(2 * i, block.ls1(block.attn(norm(x))))
-            x = x + bypass(2 * i + 1, block.ls2(block.mlp(norm(x))))
-        x = norm(x) if isinstance(vit.norm, nn.LayerNorm) else vit.norm(x)
+        vit = self.trunk(dtype)
+        affines = norms.to(dtype).unbind(-3)
+        layers: Sequence[AdapterStack | None] = [None] * self.adapters_needed
+        opened: Sequence[AdapterMasks | None] = [None] * self.adapters_needed
+        if adapters is not None:
+            layers = adapters.to(dtype).layers()
+            if masks is not None:
+                opened = _per_adapter(adapters.split(masks.to(dtype)))
+        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+        for first in range(0, len(vit.blocks), self._chunk):
+            blocks = tuple(vit.blocks[first : first + self._chunk])
+            own = slice(2 * first, 2 * (first + len(blocks)))
+            x = self._through(blocks, x, affines[own], layers[own], opened[own])
+        rest = list(norms.unbind(-3)[2 * len(vit.blocks) :])
+        x = x.float()
+        if vit.global_pool == "token":
+            x = x[:, :1]  # a norm looks at one token alone: the others need none
+        x = _layer_norm(x, rest.pop(0), vit.norm.eps) if isinstance(vit.norm, nn.LayerNorm) else vit.norm(x)
         x = vit.pool(x)
-        return norm(x) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
+        return _layer_norm(x, rest.pop(0), vit.fc_norm.eps) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
 
     def _norms(self) -> list[nn.LayerNorm]:
         inner = [n for block in self.vit.blocks for n in (block.norm1, block.norm2)]
         return inner + [n for n in (self.vit.norm, self.vit.fc_norm) if isinstance(n, nn.LayerNorm)]
 
 
-class _NormSequence:
-    """Layer norms handed out one after the other, as the forward pass meets them."""
+def adapted_blocks(
+    blocks: Sequence[Block],
+    x: Tensor,
+    norms: Sequence[Tensor],
+    adapters: Sequence[AdapterStack | None],
+    masks: Sequence[AdapterMasks | None],
+) -> Tensor:
+    """Transformer blocks with a task's norms, two each, and an adapter behind attention and behind the MLP."""
+    for i, block in enumerate(blocks):
+        own = slice(2 * i, 2 * i + 2)
+        x = _adapted_block(block, x, norms[own], adapters[own], masks[own])
+    return x
 
-    def __init__(self, norms: Tensor, eps: list[float]) -> None:
-        self.per_image = norms.dim() == 4
-        self.entries = iter(zip(norms.unbind(1 if self.per_image else 0), eps, strict=True))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        affine, eps = next(self.entries)
-        if not self.per_image:
-            return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)
-        scale, shift = affine.unbind(1)
-        if x.dim() == 3:
-            scale, shift = scale.unsqueeze(1), shift.unsqueeze(1)
-        return F.layer_norm(x, x.shape[-1:], None, None, eps) * scale + shift
+def _adapted_block(
+    block: Block,
+    x: Tensor,
+    norms: Sequence[Tensor],
+    adapters: Sequence[AdapterStack | None],
+    masks: Sequence[AdapterMasks | None],
+) -> Tensor:
+    y = block.ls1(block.attn(_layer_norm(x, norms[0], block.norm1.eps)))
+    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
+    y = block.ls2(block.mlp(_layer_norm(x, norms[1], block.norm2.eps)))
+    return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
+
+
+def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
+    """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
+    embed = vit.patch_embed
+    as_product = images.is_cuda and images.dtype != torch.float32 and type(embed) is PatchEmbed and embed.flatten
+    if not as_product or embed.proj.kernel_size != embed.proj.stride or images.shape[-2:] != embed.img_size:
+        embedded: Tensor = embed(images)
+        return embedded
+    (height, width), (rows, columns) = embed.patch_size, embed.grid_size
+    patches = images.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
+    tokens = F.linear(patches.reshape(len(images), rows * columns, -1), embed.proj.weight.flatten(1), embed.proj.bias)
+    normed: Tensor = embed.norm(tokens)
+    return normed
+
+
+def _layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
+    """A layer norm with scale and shift `[2, dim]`, or `[networks, 2, dim]` for equal parts of the batch."""
+    if affine.dim() == 2:
+        return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)
+    plain = F.layer_norm(x, x.shape[-1:], None, None, eps).reshape(len(affine), -1, x.shape[-1])
+    return (plain * affine[:, :1] + affine[:, 1:]).reshape(x.shape)
+
+
+def _per_adapter(masks: AdapterMasks) -> list[AdapterMasks]:
+    return [AdapterMasks(*pair) for pair in zip(masks.down.unbind(1), masks.up.unbind(1), strict=True)]
 
 
 def hash_tensors(state: dict[str, Tensor]) -> str:

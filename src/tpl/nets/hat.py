@@ -8,6 +8,7 @@ nearly binary at the end. Units that a finished task uses are protected from lat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,12 +77,13 @@ class AnalyticMask(torch.autograd.Function):
 def regulariser(mask: Tensor, used: Tensor | None) -> Tensor:
     """The share of free capacity that this mask asks for: sum m (1 - used) / sum (1 - used).
 
-    One ratio over all units of the network, not a mean over layers. Zero when nothing is free.
+    One ratio over all units of a network, not a mean over layers; masks `[networks, units]` get one each. Zero when
+    nothing is free.
     """
     if used is None:
-        return mask.mean()
+        return mask.mean(dim=-1)
     free = 1 - used
-    return (mask * free).sum() / free.sum().clamp_min(1e-12)
+    return (mask * free).sum(dim=-1) / free.sum(dim=-1).clamp_min(1e-12)
 
 
 def capacity_used(used: Tensor) -> float:
@@ -89,7 +91,8 @@ def capacity_used(used: Tensor) -> float:
     return float((used > 0.5).double().mean())
 
 
-def frozen_share(gates: dict[str, Tensor]) -> float:
+def frozen_share(gates: Iterable[Tensor]) -> float:
     """The share of the adapters' weights that later tasks can no longer move."""
-    closed = sum(float((1 - gate).double().sum()) for gate in gates.values())
-    return closed / sum(gate.numel() for gate in gates.values())
+    gates = list(gates)
+    closed = torch.stack([(1 - gate).double().sum() for gate in gates]).sum()
+    return float(closed) / sum(gate.numel() for gate in gates)

@@ -37,9 +37,13 @@ class ImageSet(ABC):
     def identity(self, index: int) -> bytes:
         """What tells this image's content from another's, cheaply: for hashes of a data set."""
 
+    def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        """The images at `indices` as one array [n, h, w, 3], where they share a size and that is cheap; else None."""
+        return None
+
     def select(self, indices: ArrayLike) -> ImageSet:
         """The images at `indices` (or where a boolean mask is true), in that order; pixels are not copied."""
-        chosen = _positions(indices, len(self))
+        chosen = positions(indices, len(self))
         return relabelled(self, chosen, self.labels[chosen])
 
 
@@ -69,6 +73,10 @@ class ArrayImages(ImageSet):
 
     def name(self, index: int) -> str:
         return f"{self._origin}[{in_range(index, len(self))}]"
+
+    def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        chosen: NDArray[np.uint8] = self._pixels[positions(indices, len(self))]
+        return chosen if chosen.ndim == 4 else np.stack([chosen] * 3, axis=3)
 
     def identity(self, index: int) -> bytes:
         content: bytes = self._pixels[in_range(index, len(self))].tobytes()
@@ -104,6 +112,23 @@ class _View(ImageSet):
     def identity(self, index: int) -> bytes:
         part, position = self._locate(index)
         return part.identity(position)
+
+    def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        chosen = positions(indices, len(self))
+        joined: NDArray[np.uint8] | None = None
+        for number, part in enumerate(self._parts):
+            mine = self._part[chosen] == number
+            if not mine.any():
+                continue
+            block = part.block(self._index[chosen[mine]])
+            if block is None or (joined is not None and block.shape[1:] != joined.shape[1:]):
+                return None
+            if len(block) == len(chosen):
+                return block
+            if joined is None:
+                joined = np.empty((len(chosen), *block.shape[1:]), dtype=np.uint8)
+            joined[mine] = block
+        return joined
 
     def _locate(self, index: int) -> tuple[ImageSet, int]:
         index = in_range(index, len(self))
@@ -145,6 +170,9 @@ class Guarded(ImageSet):
     def identity(self, index: int) -> bytes:
         return self._open().identity(index)
 
+    def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        return self._open().block(indices)
+
     def _open(self) -> ImageSet:
         for gate in self._gates:
             if gate.closed:
@@ -157,7 +185,7 @@ class Guarded(ImageSet):
 
 def relabelled(images: ImageSet, indices: ArrayLike, labels: ArrayLike) -> ImageSet:
     """The images at `indices` under new `labels`; a guarded set stays guarded by the same gates."""
-    chosen = _positions(indices, len(images))
+    chosen = positions(indices, len(images))
     new = as_labels(labels, len(chosen), "selection")
     if isinstance(images, Guarded):
         return Guarded(relabelled(images._open(), chosen, new), images._gates)
@@ -209,13 +237,14 @@ def _whole(images: ImageSet) -> _View:
     return _View([images], np.zeros(len(images), np.int64), np.arange(len(images)), images.labels)
 
 
-def _positions(indices: ArrayLike, count: int) -> NDArray[np.int64]:
+def positions(indices: ArrayLike, count: int) -> NDArray[np.int64]:
+    """Indices, or where a mask is true, as positions in 0 .. count-1."""
     given = np.asarray(indices)
     if given.dtype == np.bool_ and given.shape == (count,):
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise IndexError(f"select wants a list of indices or a mask of length {count}, not shape {given.shape}")
-    positions: NDArray[np.int64] = given.astype(np.int64)
-    if positions.size and not (positions.min() >= 0 and positions.max() < count):
-        raise IndexError(f"select: indices {positions.min()} .. {positions.max()} of {count} images")
-    return positions
+    found: NDArray[np.int64] = given.astype(np.int64)
+    if found.size and not (found.min() >= 0 and found.max() < count):
+        raise IndexError(f"select: indices {found.min()} .. {found.max()} of {count} images")
+    return found

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.stream.decoding import to_rgb
 from tpl.stream.errors import DataError, UnreadableImage
 from tpl.stream.images import ImageSet
+from tpl.stream.resample import FILTERS, Geometry, matching, resample
+from tpl.stream.threads import in_chunks
 
-_CHUNK = 32
+# An image with more pixels than this many times the encoder's input is resized before it is sent to a device.
+_LARGE = 4
 _KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
 
 class Preprocess:
-    """The encoder's evaluation transform, cut in two: uint8 pixels on the CPU, normalisation on the device.
+    """The encoder's evaluation transform, cut in two: uint8 pixels once, normalisation whenever they are used.
 
     `data_config` is what timm calls the data config of a model. Only `input_size` (3, height, width) must be
     given; timm's defaults fill the rest.
@@ -39,9 +43,16 @@ class Preprocess:
         self.height, self.width = int(size[1]), int(size[2])
         self.mean: tuple[float, ...] = tuple(config.setdefault("mean", IMAGENET_DEFAULT_MEAN))
         self.std: tuple[float, ...] = tuple(config.setdefault("std", IMAGENET_DEFAULT_STD))
+        self._geometries: dict[tuple[int, int, torch.device], Geometry | None] = {}
+        self._lock = threading.Lock()
         self._affines: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._transform = create_transform(**config, is_training=False, use_prefetcher=True)
         self._resize, self._crop = self._transform.transforms[:2]
+
+    @property
+    def bytes_per_image(self) -> int:
+        """Size of one image as `batch` gives it."""
+        return 3 * self.height * self.width
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """`image` resized and cropped: uint8 [3, height, width]."""
@@ -61,28 +72,29 @@ class Preprocess:
         smaller: Image.Image = self._resize(image)
         return smaller
 
-    def batch(self, images: ImageSet, progress: Callable[[int], None] | None = None) -> torch.Tensor:
-        """All `images` decoded, resized and cropped: uint8 [n, 3, height, width].
+    def batch(
+        self,
+        images: ImageSet,
+        progress: Callable[[int], None] | None = None,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """All `images` decoded, resized and cropped: uint8 [n, 3, height, width], on `device` (else on the CPU).
 
-        `progress` is called in this thread with the number of images finished since its last call.
+        A GPU resizes images of one size itself, to the same pixels. `progress` is called in this thread with
+        the number of images finished since its last call.
         """
-        out = torch.empty((len(images), 3, self.height, self.width), dtype=torch.uint8)
-        rows = out.numpy()  # the same memory: torch's own copy would start threads of its own in each of ours
+        out = torch.empty((len(images), 3, self.height, self.width), dtype=torch.uint8, device=device or "cpu")
+        resizer = out.device if _resizes_well(out.device) else None
 
-        def fill(start: int) -> int:
-            stop = min(start + _CHUNK, len(images))
-            for index in range(start, stop):
-                rows[index] = np.asarray(self._cropped(images, index)).transpose(2, 0, 1)
-            return stop - start
+        def read(chunk: range) -> tuple[range, NDArray[np.uint8], Geometry | None]:
+            return chunk, *self._read(images, chunk, resizer)
 
-        pool = ThreadPoolExecutor(max_workers=_workers(), thread_name_prefix="decode")
-        try:
-            for done in as_completed([pool.submit(fill, start) for start in range(0, len(images), _CHUNK)]):
-                count = done.result()
+        with closing(in_chunks(read, len(images))) as chunks:
+            for chunk, pixels, geometry in chunks:
+                sent = torch.from_numpy(pixels).to(out.device)
+                out[chunk.start : chunk.stop] = sent if geometry is None else resample(sent, geometry)
                 if progress is not None:
-                    progress(count)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+                    progress(len(chunk))
         return out
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -99,9 +111,33 @@ class Preprocess:
             self._affines[device] = ((1 / (255 * std)).float().to(device), (mean / std).float().to(device))
         return self._affines[device]
 
-    def _cropped(self, images: ImageSet, index: int) -> Image.Image:
-        """What `__call__` does to the image, but for its last step to a tensor."""
-        image = to_rgb(images.load(index))
+    def _read(
+        self, images: ImageSet, chunk: range, resizer: torch.device | None
+    ) -> tuple[NDArray[np.uint8], Geometry | None]:
+        """Some images [n, h, w, 3] and how to resize them, or, finished here, [n, 3, height, width] and None."""
+        if resizer is not None:
+            block = images.block(np.arange(chunk.start, chunk.stop))
+            geometry = self._geometry(block.shape[2], block.shape[1], resizer) if block is not None else None
+            if block is not None and geometry is not None:
+                return block, geometry
+        loaded: list[Image.Image] = []  # all of one small size as long as `waiting`; finished otherwise
+        waiting = resizer is not None
+        for index in chunk:
+            image = to_rgb(images.load(index))
+            if waiting and not (self._small(image) and image.size == (loaded or [image])[0].size):
+                waiting = False
+                loaded = [self._cropped(early, images, i) for early, i in zip(loaded, chunk, strict=False)]
+            loaded.append(image if waiting else self._cropped(image, images, index))
+        geometry = self._geometry(*loaded[0].size, resizer) if resizer is not None and waiting else None
+        if geometry is not None:
+            return np.stack([np.asarray(image) for image in loaded]), geometry
+        finished = np.empty((len(chunk), 3, self.height, self.width), dtype=np.uint8)
+        for row, image, index in zip(finished, loaded, chunk, strict=True):
+            row[:] = np.asarray(self._cropped(image, images, index) if waiting else image).transpose(2, 0, 1)
+        return finished, None
+
+    def _cropped(self, image: Image.Image, images: ImageSet, index: int) -> Image.Image:
+        """What `__call__` does to `image`, but for its last step to a tensor. `images` has its name."""
         target = (self.width, self.height)
         try:
             if image.size == target == self._resized(image):
@@ -112,6 +148,27 @@ class Preprocess:
             raise UnreadableImage(
                 f"{images.name(index)} ({image.width} x {image.height}) cannot be resized: {error}"
             ) from error
+
+    def _small(self, image: Image.Image) -> bool:
+        return image.width * image.height <= _LARGE * self.width * self.height
+
+    def _geometry(self, width: int, height: int, device: torch.device) -> Geometry | None:
+        """What resize and crop do to images of this size, if the device is sure to do the same; else None."""
+        key = (width, height, device)
+        with self._lock:
+            if key not in self._geometries:
+                self._geometries[key] = self._find_geometry(Image.new("RGB", (width, height)), device)
+            return self._geometries[key]
+
+    def _find_geometry(self, blank: Image.Image, device: torch.device) -> Geometry | None:
+        name = getattr(getattr(self._resize, "interpolation", None), "value", None)
+        width, height = self._resized(blank)
+        if name not in FILTERS or not self._small(blank) or width < self.width or height < self.height:
+            return None  # another filter, not worth it, or borders to add: left to Pillow
+        corner = round((height - self.height) / 2), round((width - self.width) / 2)
+        crop = (self.height, self.width)
+        likely = Geometry((blank.height, blank.width), (height, width), corner, crop, name)
+        return matching(likely, lambda image: self._crop(self._resize(image)), device)
 
     def _resized(self, image: Image.Image) -> tuple[int, int]:
         """Width and height after the resize step, without doing it."""
@@ -127,7 +184,6 @@ class Preprocess:
         return width, height
 
 
-def _workers() -> int:
-    # Affinity rather than the machine's core count: containers are often given a part of it.
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, available))
+def _resizes_well(device: torch.device) -> bool:
+    # On a CPU Pillow's threads are as fast as matrix products, and much faster with large images.
+    return device.type == "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +13,34 @@ from numpy.typing import NDArray
 from tpl.stream.errors import DataError
 from tpl.stream.files import Entry, FileImages, Tree, is_image_name, read_bytes
 from tpl.stream.images import ArrayImages
+from tpl.stream.kept import KeptImages
 from tpl.stream.layouts import LAYOUTS, Source, image_folder, open_tree, unwrap
+from tpl.stream.reuse import reused
 
 TINY_IMAGENET_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 _TINY_FOLDER = "tiny-imagenet-200"
 _CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-_CLASS_COUNTS = {"cifar10": 10, "cifar100": 100, "tiny-imagenet": 200}
+_CLASS_COUNTS = {"cifar10": 10, "cifar100": 100, "tiny-imagenet": 200, "imagenet380": 380}
 
 
 def load_source(name: str, root: Path | None = None, download: bool = False) -> Source:
-    """The data set `name`: digits, cifar10, cifar100, tiny-imagenet, or folder (any images in class folders).
+    """The data set `name`: digits, cifar10, cifar100, tiny-imagenet, imagenet380, or folder (any class folders).
 
-    `root` is where it lies; without it, where downloads go. Nothing is fetched unless `download` is true.
+    `root` is where it lies; without it, where downloads go. Nothing is fetched unless `download` is true. Asked for
+    again, it is the same object, with the images it has decoded, as long as its (few) files are the same.
     """
     loaders: dict[str, Callable[[Path | None, bool], Source]] = {
         "digits": lambda _root, _download: _digits(),
         "cifar10": lambda root, download: _cifar("cifar10", root, download),
         "cifar100": lambda root, download: _cifar("cifar100", root, download),
         "tiny-imagenet": _tiny_imagenet,
+        "imagenet380": _imagenet380,
         "folder": _folder,
     }
     if name not in loaders:
         raise DataError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
-    return loaders[name](Path(root).expanduser() if root is not None else None, download)
+    place = Path(root).expanduser() if root is not None else None
+    return reused((name, place, download), place or download_root(), lambda: loaders[name](place, download))
 
 
 def download_root() -> Path:
@@ -67,10 +73,17 @@ def _cifar(name: str, root: Path | None, download: bool) -> Source:
     if root is not None and not stock and _has_own_layout(root, download):
         tree = unwrap(open_tree(root))
         if any(True for _ in tree.images()):
-            return _complete(image_folder(root, name, tree), root)
+            return _kept(_complete(image_folder(root, name, tree), root))
     if stock or download:
         return _torchvision_cifar(name, place, download)
     raise _missing(name, root, f"a torchvision root (with {_CIFAR_FOLDERS[name]}/), or {LAYOUTS}")
+
+
+def _kept(source: Source) -> Source:
+    """`source` with images that are decoded once: they are small, and every run goes through all of them."""
+    return replace(
+        source, train=KeptImages(source.train), test=KeptImages(source.test) if source.test is not None else None
+    )
 
 
 def _has_own_layout(root: Path, download: bool) -> bool:
@@ -132,6 +145,19 @@ def _tiny_imagenet(root: Path | None, download: bool) -> Source:
     return _complete(Source(train.name, train.train, test, train.class_names, train.skipped), found)
 
 
+def _imagenet380(root: Path | None, download: bool) -> Source:
+    """380 classes of ImageNet, picked by the user: the paper names none of its own.
+
+    It drew them from the 389 classes that its encoder had not been trained on.
+    """
+    if root is None:
+        raise DataError(
+            "imagenet380 cannot be downloaded: ImageNet needs an account, and no list of the paper's 380 classes was "
+            f"published. Pass --data FOLDER with the 380 class folders you choose: {LAYOUTS}."
+        )
+    return _complete(image_folder(root, "imagenet380"), root)
+
+
 def _tiny_place(place: Path) -> Path | None:
     candidates = [place / _TINY_FOLDER, place, place / f"{_TINY_FOLDER}.zip"]
     for candidate in candidates:
@@ -168,10 +194,10 @@ def _complete(source: Source, place: Path) -> Source:
     if len(source.class_names) != count or source.test is None:
         parts = f"{len(source.class_names)} classes" + ("" if source.test is not None else " and no test images")
         left_out = f" (skipped: {'; '.join(source.skipped)})" if source.skipped else ""
+        fetch = "add or remove some" if source.name == "imagenet380" else "pass --download with --data EMPTY_FOLDER"
         raise DataError(
             f"{place} holds {parts}{left_out}, but {source.name} has {count} with test images. "
-            f"For another data set, or a part of this one, use the benchmark 'folder'; or "
-            f"pass --download with --data EMPTY_FOLDER."
+            f"For another data set, or a part of this one, use the benchmark 'folder'; or {fetch}."
         )
     return source
 

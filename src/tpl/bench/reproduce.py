@@ -1,0 +1,112 @@
+"""Reproducing rows of the paper: which runs a row takes, whether this program can make them, and making them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpl.bench.paper import Row
+from tpl.bench.paper.evidence import JOINT, Run
+from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.bench.run import RunSpec
+    from tpl.engine import Listener
+
+# torch and timm are imported by the functions that run something: committed evidence is judged without them.
+
+ORDERS = ("natural", "random:1", "random:2")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows are run."""
+
+    out: Path
+    data: Path | None = None
+    weights: Path | None = None  # a file, or a folder that has ENCODER.safetensors
+    download: bool = False
+    orders: Sequence[str] = ORDERS
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)  # overrides of the benchmark's and the row's
+
+    def weights_of(self, encoder: str) -> Path | None:
+        """The weight file of one encoder; rows of several encoders find theirs in one folder."""
+        if self.weights is None or not self.weights.is_dir():
+            return self.weights
+        return self.weights / f"{encoder}.safetensors"
+
+
+def obstacle(row: Row) -> str | None:
+    """What this program lacks to run a row, or None if it can."""
+    from tpl.bench.benchmarks import BENCHMARKS
+    from tpl.methods import load_methods
+    from tpl.nets import ENCODERS
+
+    methods = load_methods()
+    for part in row.parts():
+        if part.benchmark not in BENCHMARKS:
+            return f"no benchmark {part.benchmark}"
+    if row.method not in methods:
+        return f"no method {row.method}"
+    if row.encoder not in ENCODERS:
+        return f"no encoder {row.encoder}"
+    known = {f.name for f in dataclasses.fields(methods[row.method].config_class)}
+    unknown = [name for name in row.options if name not in known]
+    return f"no option {', '.join(unknown)} of {row.method}" if unknown else None
+
+
+def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
+    """The runs a row takes, in batches that differ in the class order alone and can train side by side."""
+    from tpl.bench.run import RunSpec
+    from tpl.methods import find_method
+
+    forgetting = any(key.startswith("forgetting_") for key in row.values)
+    for part in row.parts():
+        for method in (row.method, JOINT) if forgetting else (row.method,):
+            known = {f.name for f in dataclasses.fields(find_method(method).config_class)}
+            if method == row.method:
+                needed = {name: v for name, v in part.required().items() if name in known} | dict(settings.options)
+            else:  # the bound takes what it shares with the row's method
+                needed = {name: v for name, v in settings.options.items() if name in known}
+            yield [
+                RunSpec(
+                    part.benchmark,
+                    method,
+                    row.encoder,
+                    settings.weights_of(row.encoder),
+                    settings.data,
+                    settings.download,
+                    order,
+                    settings.seed,
+                    device=settings.device,
+                    precision=settings.precision,
+                    options=needed,
+                )
+                for order in settings.orders
+            ]
+
+
+def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[Run]:
+    """Make the runs that rows take, each once; those that an earlier call finished are read, not repeated."""
+    if not rows:
+        return []
+    from tpl.bench.run import execute_together
+
+    if len(set(settings.orders)) < len(settings.orders):
+        raise TplError(f"A class order is named twice in {','.join(settings.orders)}.")
+    done: dict[Path, Run] = {}
+    for row in rows:
+        for specs in plan(row, settings):
+            places = [settings.out / spec.directory_name() for spec in specs]
+            if all(place in done for place in places):
+                continue  # another row needs the same runs
+            results = execute_together(specs, places, True, listen)
+            for place, result in zip(places, results, strict=True):
+                done[place] = Run(place, result.description, result.summary, result.matrices["cil"].tolist())
+    return list(done.values())

@@ -1,0 +1,72 @@
+"""Commands that say what there is: list, describe."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tpl.cli.app import AsJson, app, out, print_json
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """Show all methods, benchmarks, encoders and scores.
+
+    Example: `tpl list --json`
+    """
+    from tpl.bench.benchmarks import BENCHMARKS
+    from tpl.methods import load_methods
+    from tpl.nets import ENCODERS
+    from tpl.scores import SCORES
+
+    sections = {
+        "methods": {name: m.summary for name, m in load_methods().items()},
+        "benchmarks": {name: b.summary for name, b in BENCHMARKS.items()},
+        "encoders": ENCODERS,
+        "scores": {name: s.summary for name, s in SCORES.items()},
+    }
+    if as_json:
+        print_json({k: [{"name": n, "summary": s} for n, s in v.items()] for k, v in sections.items()})
+        return
+    for title, entries in sections.items():
+        table = Table(title=title.capitalize(), title_justify="left", title_style="bold", show_header=False, box=None)
+        for name, summary in entries.items():
+            table.add_row(name, summary)
+        out.print(table, "")
+
+
+@app.command()
+def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], as_json: AsJson = False) -> None:
+    """Explain a method: its idea, its paper, and every option with its default.
+
+    Example: `tpl describe tpl`
+    """
+    from tpl.methods import find_method
+
+    found = find_method(method)
+    fields = [
+        {
+            "name": f.name,
+            "default": f.default,
+            "choices": list(f.metadata["choices"]),
+            "help": f.metadata["help"],
+        }
+        for f in dataclasses.fields(found.config_class)
+    ]
+    if as_json:
+        about = {"name": found.name, "summary": found.summary, "paper": found.paper}
+        print_json(about | {"options": fields})
+        return
+    out.print(f"[bold]{found.name}[/]: {found.summary}")
+    if found.paper:
+        out.print(found.paper, style="italic")
+    doc = sys.modules[found.__module__].__doc__ or ""
+    out.print("\n" + doc.strip() + "\n", highlight=False)
+    table = Table("option", "default", "values", "what it does", box=None, header_style="bold")
+    for field in fields:
+        table.add_row(field["name"], str(field["default"]), ", ".join(field["choices"]), field["help"])
+    out.print(table)

@@ -1,0 +1,89 @@
+"""What all commands share: the app, the consoles, common options, and how errors end.
+
+torch, timm and matplotlib take seconds to import. Each command loads what it needs, so that `tpl --help` and
+every mistake in an argument answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tpl._version import __version__
+from tpl.errors import TplError
+
+app = typer.Typer(
+    name="tpl",
+    help="Image classifiers that keep learning: new classes arrive task by task, nothing is forgotten.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; auto takes the first GPU if there is one.")]
+Download = Annotated[bool, typer.Option(help="Download the data set if it is not there.")]
+Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+Weights = Annotated[Path | None, typer.Option(help="Encoder weights: a .safetensors file or a torch state dict.")]
+
+# Options of methods: the common ones by name, all others with --set. `overrides` puts them together.
+Epochs = Annotated[int | None, typer.Option(help="Override the benchmark's epochs.")]
+Rate = Annotated[float | None, typer.Option(help="Override the benchmark's learning rate.")]
+Memory = Annotated[int | None, typer.Option(help="Override the benchmark's replay memory, in images.")]
+Latent = Annotated[int | None, typer.Option(help="Override the adapters' hidden size.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any option of `tpl describe METHOD`.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+def overrides(
+    epochs: int | None, lr: float | None, memory: int | None, latent: int | None, set_: list[str] | None
+) -> dict[str, Any]:
+    """The method's options as given on the command line."""
+    common = {"epochs": epochs, "lr": lr, "memory": memory, "latent": latent}
+    return {name: value for name, value in common.items() if value is not None} | assignments(set_ or [])
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    """`name=value` texts as a mapping."""
+    pairs = [text.partition("=") for text in texts]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise TplError(f"--set takes NAME=VALUE; got '{name}'.")
+    return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+
+
+def print_json(content: Any) -> None:
+    """Print `content` on stdout, for programs."""
+    sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Run the command line: errors a person can mend become one line and exit code 2."""
+    try:
+        app()
+    except TplError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("Interrupted.")
+        sys.exit(130)

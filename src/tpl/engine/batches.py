@@ -1,0 +1,155 @@
+"""Batches of new and replayed images, for one network or for several that are trained side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's own word for it
+
+# Row numbers of new samples `[networks, n]` and of replayed ones, then, for each set of new samples that is too large
+# for the device, the pixels of its rows.
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images as uint8 pixels `[n, 3, size, size]` and their labels.
+
+    Labels are on the device. Pixels are too, unless there are too many: then they stay in the computer's memory and
+    are sent batch by batch.
+    """
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the pixels are on the device already."""
+        return self.pixels.device == self.labels.device
+
+
+class Batches:
+    """Shuffled batches of new samples, each joined by as many replayed ones.
+
+    Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes.
+    """
+
+    def __init__(self, new: Samples, replay: Samples | None, batch_size: int, generator: torch.Generator) -> None:
+        self.new, self.replay = new, replay if replay is not None and len(replay) else None
+        self.batch_size, self.generator = batch_size, generator
+        self._replay_order = torch.zeros(0, dtype=torch.long)
+
+    @property
+    def steps(self) -> int:
+        """Steps an epoch."""
+        return math.ceil(len(self.new) / self.batch_size)
+
+    @property
+    def images(self) -> int:
+        """Images an epoch, replayed ones included."""
+        return len(self.new) * (2 if self.replay is not None else 1)
+
+    def epoch(self) -> tuple[Tensor, Tensor]:
+        """One pass over the new samples: their rows in random order, and a row to replay beside each of them."""
+        order = torch.randperm(len(self.new), generator=self.generator)
+        return order, self._next_replay(len(order)) if self.replay is not None else order[:0]
+
+    def _next_replay(self, count: int) -> Tensor:
+        assert self.replay is not None
+        while len(self._replay_order) < count:
+            fresh = torch.randperm(len(self.replay), generator=self.generator)
+            self._replay_order = torch.cat([self._replay_order, fresh])
+        rows, self._replay_order = self._replay_order[:count], self._replay_order[count:]
+        return rows
+
+
+class Feed:
+    """The batches of several networks, in step with each other.
+
+    `full` fills an epoch's last batch up with ignored rows, so that every step has the same shapes and can be a replay
+    of one recording.
+    """
+
+    def __init__(self, networks: Sequence[Batches], full: bool = False) -> None:
+        first = networks[0]
+        if any(len(b.new) != len(first.new) or b.batch_size != first.batch_size for b in networks):
+            raise ValueError("networks trained side by side need equally many samples and the same batch size")
+        if len({b.replay is None for b in networks}) > 1:
+            raise ValueError("networks trained side by side must all have replay, or none of them")
+        self.networks, self.full = networks, full
+        self.steps, self.batch_size = first.steps, first.batch_size
+        self.device = first.new.labels.device
+        self.streamed = [i for i, b in enumerate(networks) if not b.new.resident]
+
+    @property
+    def images(self) -> int:
+        """Images an epoch, all networks and replayed ones included."""
+        return sum(b.images for b in self.networks)
+
+    def epoch(self) -> Iterator[Inputs]:
+        """The inputs of every step of one epoch, on the device."""
+        pairs = [b.epoch() for b in self.networks]
+        rows, old = (self._cut(torch.stack(column)) for column in zip(*pairs, strict=True))
+        on_device = zip(*(self._sent(part) for part in (rows, old)), strict=True)
+        if not self.streamed:
+            yield from on_device
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="send") as pool:  # one batch ahead of the device
+            coming = pool.submit(self._send_pixels, rows[0])
+            for step, indices in enumerate(on_device):
+                pixels = coming.result()
+                if step + 1 < len(rows):
+                    coming = pool.submit(self._send_pixels, rows[step + 1])
+                yield (*indices, *pixels)
+
+    def gather(self, rows: Tensor, old: Tensor, *sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels `[networks * batch, 3, size, size]` and labels `[networks, batch]` of one step."""
+        given = dict(zip(self.streamed, sent, strict=True))
+        per_network = rows.shape[1] + old.shape[1]
+        shape = self.networks[0].new.pixels.shape[1:]
+        pixels = torch.empty((len(rows), per_network, *shape), dtype=torch.uint8, device=self.device)
+        labels = []
+        for i, network in enumerate(self.networks):
+            own, replayed = pixels[i, : rows.shape[1]], pixels[i, rows.shape[1] :]
+            if i in given:
+                own.copy_(given[i])
+            else:
+                torch.index_select(network.new.pixels, 0, rows[i].clamp_min(0), out=own)
+            parts = [_labels(network.new, rows[i])]
+            if network.replay is not None:
+                torch.index_select(network.replay.pixels, 0, old[i].clamp_min(0), out=replayed)
+                parts.append(_labels(network.replay, old[i]))
+            labels.append(torch.cat(parts))
+        return pixels.flatten(0, 1), torch.stack(labels)
+
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        """Rows `[networks, n]` of an epoch as one part per step."""
+        if not rows.shape[1]:
+            return [rows] * self.steps
+        if self.full and (missing := self.steps * self.batch_size - rows.shape[1]):
+            rows = torch.cat([rows, rows.new_full((len(rows), missing), -1)], dim=1)
+        return list(rows.split(self.batch_size, dim=1))
+
+    def _sent(self, parts: list[Tensor]) -> list[Tensor]:
+        """All parts on the device, by one copy."""
+        sizes = [part.shape[1] for part in parts]
+        return list(torch.cat(parts, dim=1).to(self.device).split(sizes, dim=1))
+
+    def _send_pixels(self, rows: Tensor) -> list[Tensor]:
+        batches = [self.networks[i].new.pixels[rows[i].clamp_min(0)] for i in self.streamed]
+        if self.device.type == "cuda":
+            batches = [batch.pin_memory() for batch in batches]  # only then is the copy asynchronous
+        return [batch.to(self.device, non_blocking=True) for batch in batches]
+
+
+def _labels(samples: Samples, rows: Tensor) -> Tensor:
+    return torch.where(rows < 0, IGNORED, samples.labels[rows.clamp_min(0)])

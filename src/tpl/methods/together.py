@@ -1,0 +1,35 @@
+"""Several methods learn a task each, side by side where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tpl.engine import Listener
+from tpl.methods.bank import BankMethod
+from tpl.methods.base import Method
+from tpl.methods.lessons import learn_lessons
+from tpl.stream import Task
+
+
+def learn_together(methods: Sequence[Method], tasks: Sequence[Task], listeners: Sequence[Listener]) -> None:
+    """Each method learns its task; all of them, or none if one fails.
+
+    Methods over a bank share the passes over the frozen trunk, if their encoder, settings and numbers of images are
+    the same; the answer is that of learning alone, to rounding. Others learn one after the other.
+    """
+    if len(methods) == 1:
+        methods[0].learn(tasks[0], listeners[0])
+        return
+    with ExitStack() as attempts:
+        samples = [
+            attempts.enter_context(method.learning(task, listen))
+            for method, task, listen in zip(methods, tasks, listeners, strict=True)
+        ]
+        rows = list(zip(methods, tasks, samples, listeners, strict=True))
+        learn_lessons([m.lesson(task, own, listen) for m, task, own, listen in rows if isinstance(m, BankMethod)])
+        for method, task, own, listen in rows:
+            if isinstance(method, BankMethod):
+                method.conclude(task, own)
+            else:
+                method.learn_task(task, own, listen)

@@ -1,0 +1,306 @@
+"""Judging rows of the paper: which runs count, how they are grouped, what they say, and which runs a row takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tpl import TplError
+from tpl.bench.paper import Row, find_rows
+from tpl.bench.paper.evidence import Run, read_runs
+from tpl.bench.paper.judge import judge
+from tpl.bench.reproduce import ORDERS, Settings, obstacle, plan, run_rows
+from tpl.bench.results import RunResult
+from tpl.bench.run import RunSpec
+
+ENCODER = "vit_tiny_patch16_224"
+OPTIONS = {name: RunSpec("c100-10t", name, ENCODER).all_options() for name in ("tpl", "joint")}
+
+
+def description(order: str = "natural", method: str = "tpl", **changes: Any) -> dict[str, Any]:
+    """A run.json of C100-10T; `options` are changed, everything else replaced."""
+    turn = 0 if order == "natural" else int(order[-1])
+    names = [f"class {(c + turn) % 100}" for c in range(100)]
+    options = OPTIONS[method] | changes.pop("options", {})
+    return {
+        "benchmark": "c100-10t",
+        "method": method,
+        "options": options,
+        "seed": 0,
+        "order": order,
+        "classes": [names[10 * t : 10 * t + 10] for t in range(10)],
+        "test_images": [100] * 10,
+        "validation": None,
+        "encoder": {"name": ENCODER, "sha256": "ab" * 32},
+        "data": {"train": f"train {turn}", "test": f"test {turn}"},
+        "precision": "bf16",
+        "environment": {"commit": "c0ffee", "device": "cuda: NVIDIA H200"},
+    } | changes
+
+
+def make(order: str = "natural", last: float = 0.77, til: float = 0.96, place: str = "run", **changes: Any) -> Run:
+    summary = {"last": last, "aia": last + 0.05, "til": til, "detection": {"auroc_pooled": 0.9}}
+    summary |= {"parameters": 5_000_000, "seconds_per_task": 90.0}
+    return Run(Path(place), description(order, **changes), summary, [[last] * (t + 1) for t in range(10)])
+
+
+def write(run: Run, place: Path) -> Path:
+    place.mkdir(parents=True)
+    (place / "run.json").write_text(json.dumps(run.description))
+    content = {"summary": run.summary, "matrices": {"cil": run.cil}}
+    (place / "results.json").write_text(json.dumps(content))
+    return place
+
+
+def row(name: str = "encoders/vit-tiny/c100-10t") -> Row:
+    (found,) = find_rows([name])
+    return found
+
+
+def verdicts(runs: list[Run], name: str = "encoders/vit-tiny/c100-10t", tolerance: float = 0.5) -> dict[str, str]:
+    return {f.quantity: f.verdict for f in judge(row(name), runs, tolerance).findings}
+
+
+# Verdicts
+
+
+def test_mean_and_deviation_over_class_orders_decide() -> None:
+    runs = [make(order, last) for order, last in zip(ORDERS, (0.75, 0.76, 0.80), strict=True)]
+    judgement = judge(row(), runs, 0.5)
+    last, til = judgement.findings
+    assert last.ours == pytest.approx(77.0) and last.difference == pytest.approx(77.0 - 76.79)
+    assert last.std == pytest.approx(100 * np.std([0.75, 0.76, 0.80], ddof=1))
+    assert til.ours == pytest.approx(96.0) and til.std == pytest.approx(0)
+    assert judgement.verdict == "reached" and judgement.orders == 3
+
+
+def test_the_tolerance_is_inclusive_and_one_sided() -> None:
+    assert verdicts([make(last=0.7629)])["last"] == "reached"  # 76.79 - 0.5
+    assert verdicts([make(last=0.7628)])["last"] == "missed"
+    assert verdicts([make(last=0.7628)], tolerance=1.0)["last"] == "reached"
+    assert verdicts([make(last=0.95)])["last"] == "reached"
+
+
+def test_one_missed_quantity_is_a_missed_row() -> None:
+    judgement = judge(row(), [make(til=0.5)], 0.5)
+    assert [finding.verdict for finding in judgement.findings] == ["reached", "missed"]
+    assert judgement.verdict == "missed"
+
+
+def test_seeds_of_one_order_count_as_one_order() -> None:
+    runs = [make(last=0.70, seed=0), make(last=0.72, seed=1), make("random:1", 0.80)]
+    (last, _) = judge(row(), runs, 0.5).findings
+    assert last.ours == pytest.approx(75.5)
+
+
+def test_no_runs_is_no_evidence_with_a_reason() -> None:
+    judgement = judge(row(), [], 0.5)
+    assert judgement.verdict == "no evidence" and judgement.orders == 0
+    assert judgement.reason and "vit_tiny_patch16_224" in judgement.reason
+
+
+# Which runs count
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"validation": 0.1},
+        {"benchmark": "c100-20t"},
+        {"method": "joint"},
+        {"encoder": {"name": "compact", "sha256": "ab"}},
+        {"classes": description()["classes"][:9]},
+        {"classes": [[f"class {c}" for c in range(t, 100, 10)] for t in range(9)] + [["one"]]},
+        {"options": {"memory": 5000}},
+        {"options": {"logit": "ebo"}},
+        {"options": {"beta1": 0.5}},
+    ],
+)
+def test_a_run_of_something_else_does_not_count(changes: dict[str, Any]) -> None:
+    assert judge(row(), [make(**changes)], 0.5).verdict == "no evidence"
+
+
+def test_a_run_that_stopped_early_does_not_count() -> None:
+    run = make()
+    assert judge(row(), [Run(run.place, run.description, run.summary, run.cil[:4])], 0.5).verdict == "no evidence"
+
+
+def test_rows_of_ablations_want_their_own_options() -> None:
+    encoder = {"name": "deit_small_611", "sha256": "ab"}
+    half = make(last=0.76, encoder=encoder, options={"memory": 1000})
+    assert verdicts([half], "small-memory/tpl/c100-10t") == {"last": "reached"}
+    assert verdicts([half], "main/tpl/c100-10t") == {"last": "no evidence", "aia": "no evidence"}
+
+
+def test_runs_with_other_settings_are_not_mixed_in() -> None:
+    """Neither where they are better: the group with more class orders is judged, the other one named."""
+    good = [make(last=0.99, place="good", options={"epochs": 80})]
+    usual = [make(order, 0.70, place="usual") for order in ORDERS]
+    other = [make("random:3", 0.98, place="other", encoder={"name": ENCODER, "sha256": "other"})]
+    judgement = judge(row(), good + other + usual, 0.5)
+    assert judgement.findings[0].ours == pytest.approx(70.0) and judgement.verdict == "missed"
+    assert [str(group.runs[0].place) for group in judgement.used] == ["usual"]
+    assert [str(group.runs[0].place) for group in judgement.unused] == ["good", "other"]
+    content = judgement.to_dict()
+    assert [len(content[key]) for key in ("evidence", "not_judged")] == [1, 2]
+    assert content["not_judged"][0]["options"]["epochs"] == 80
+
+
+def test_overrides_and_orders_choose_among_runs() -> None:
+    runs = [make(last=0.9, options={"epochs": 80}), *(make(order, 0.7) for order in ORDERS)]
+    assert judge(row(), runs, 0.5, {"epochs": 80}).findings[0].ours == pytest.approx(90.0)
+    assert judge(row(), runs, 0.5, {"epochs": "80", "compose": "or"}).verdict == "reached"  # as typed
+    assert judge(row(), runs, 0.5, {"compose": "and"}).verdict == "no evidence"
+    assert judge(row(), runs, 0.5, {"nonsense": 1}).verdict == "no evidence"
+    assert judge(row(), runs, 0.5, {}, ["random:1", "random:2"]).orders == 2
+
+
+# Other quantities
+
+
+def test_forgetting_is_measured_against_joint_runs_over_the_same_tasks() -> None:
+    encoder = {"name": "deit_small_611", "sha256": "ab"}
+    mine = [make(order, 0.75, encoder=encoder) for order in ORDERS]
+    joint = [make(order, 0.80, encoder=encoder, method="joint") for order in ORDERS]
+    judgement = judge(row("forgetting/tpl/c100-10t"), mine + joint, 0.5)
+    assert [f.ours for f in judgement.findings] == [pytest.approx(5.0), pytest.approx(5.0)]
+    assert [f.verdict for f in judgement.findings] == ["reached", "missed"]  # 6.23 and 3.10; less is better
+    assert len(judgement.used) == 2
+    judgement = judge(row("forgetting/tpl/c100-10t"), mine + joint[:2], 0.5)
+    assert judgement.verdict == "no evidence" and "joint" in str(judgement.reason)
+
+
+def test_sizes_and_times_are_shown_and_not_judged() -> None:
+    run = make(encoder={"name": "deit_small_611", "sha256": "ab"})
+    (size,) = judge(row("sizes/tpl/c100-10t"), [run], 0.5).findings
+    (minutes,) = judge(row("times/tpl/c100-10t"), [run], 0.5).findings
+    assert (size.ours, minutes.ours) == (pytest.approx(5.0), pytest.approx(1.5))
+    assert size.verdict == minutes.verdict == "shown"
+
+
+def test_an_average_needs_all_five_benchmarks() -> None:
+    def five(last: float) -> list[Run]:
+        sizes = {"c10-5t": (5, 2), "c100-10t": (10, 10), "c100-20t": (20, 5), "t-5t": (5, 40), "t-10t": (10, 20)}
+        runs = []
+        for index, (name, (tasks, per_task)) in enumerate(sizes.items()):
+            classes = [[f"{t} {c}" for c in range(per_task)] for t in range(tasks)]
+            memory = 200 if name == "c10-5t" else 2000
+            run = make(last=last + 0.01 * index, benchmark=name, classes=classes, options={"memory": memory})
+            runs.append(Run(Path(name), run.description, run.summary, [[last] * (t + 1) for t in range(tasks)]))
+        return runs
+
+    judgement = judge(row("encoders/vit-tiny/average"), five(0.77), 0.5)
+    assert judgement.findings[0].ours == pytest.approx(79.0) and judgement.verdict == "reached"
+    judgement = judge(row("encoders/vit-tiny/average"), five(0.77)[1:], 0.5)
+    assert judgement.verdict == "no evidence" and "missing c10-5t" in str(judgement.reason)
+
+
+# Reading
+
+
+def test_runs_are_found_below_a_folder_and_unfinished_ones_left_out(tmp_path: Path) -> None:
+    place = write(make(), tmp_path / "deep" / "er" / "run")
+    write(make(), tmp_path / "unfinished")
+    (tmp_path / "unfinished" / "results.json").unlink()
+    (found,) = read_runs(tmp_path)
+    assert found.place == place and found.description == make().description and found.cil == make().cil
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "c100-10t"}', json.dumps(description() | {"encoder": 1})])
+def test_a_broken_run_is_named(text: str, tmp_path: Path) -> None:
+    place = write(make(), tmp_path / "broken")
+    (place / "run.json").write_text(text)
+    with pytest.raises(TplError, match="broken cannot be read"):
+        read_runs(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TplError, match="no folder"):
+        read_runs(tmp_path / "absent")
+
+
+def test_committed_evidence_is_judged_without_torch(tmp_path: Path) -> None:
+    write(make(), tmp_path / "run")
+    program = (
+        "import sys; sys.argv = ['tpl', 'reproduce', '--from', sys.argv[1], 'encoders/vit-tiny/c100-10t']\n"
+        "import tpl.cli\n"
+        "try:\n    tpl.cli.main()\n"
+        "finally:\n    assert not {'torch', 'timm'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# Running
+
+
+def test_what_this_program_lacks() -> None:
+    assert obstacle(row()) is None
+    assert obstacle(row("encoders/vit-tiny/average")) is None
+    assert obstacle(row("main/tpl/c10-5t")) == "no encoder deit_small_611"
+    assert obstacle(Row("x", "x", "x", "tpl", ENCODER, "nonsense", {})) == "no benchmark nonsense"
+    assert obstacle(Row("x", "x", "x", "nonsense", ENCODER, "c10-5t", {})) == "no method nonsense"
+    strange = Row("x", "x", "x", "tpl", ENCODER, "c10-5t", {}, {"nonsense": 1})
+    assert obstacle(strange) == "no option nonsense of tpl"
+
+
+def test_a_row_takes_one_run_per_class_order(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, data=tmp_path, orders=("natural", "random:7"), seed=3, options={"epochs": 2})
+    (specs,) = plan(row(), settings)
+    assert [spec.order for spec in specs] == ["natural", "random:7"]
+    for spec in specs:
+        assert (spec.benchmark, spec.method, spec.encoder, spec.seed) == ("c100-10t", "tpl", ENCODER, 3)
+        assert spec.validation is None and spec.tasks is None and spec.per_task is None
+        options = spec.all_options()
+        assert (options["epochs"], options["memory"], options["lr"]) == (2, 2000, 0.001)
+    assert [len(specs) for specs in plan(row("encoders/vit-tiny/average"), settings)] == [2] * 5
+
+
+def test_rows_bring_their_options_along(tmp_path: Path) -> None:
+    (specs,) = plan(row("small-memory/tpl/c100-10t"), Settings(tmp_path))
+    assert specs[0].all_options()["memory"] == 1000
+    (specs,) = plan(row("small-memory/tpl/c100-10t"), Settings(tmp_path, options={"memory": 7}))
+    assert specs[0].all_options()["memory"] == 7
+    (specs,) = plan(row("beta/0.9-25.0/c10-5t"), Settings(tmp_path))
+    assert (specs[0].all_options()["beta1"], specs[0].all_options()["beta2"]) == (0.9, 500.0)
+
+
+def test_forgetting_takes_joint_runs_too(tmp_path: Path) -> None:
+    mine, joint = plan(row("forgetting/tpl-pfi/c100-10t"), Settings(tmp_path, options={"epochs": 2, "k": 3}))
+    assert (mine[0].method, joint[0].method) == ("tpl", "joint")
+    assert joint[0].all_options()["epochs"] == 2
+    assert "k" not in joint[0].all_options()  # the bound takes what it has
+
+
+def test_weights_may_be_a_folder(tmp_path: Path) -> None:
+    (specs,) = plan(row(), Settings(tmp_path, weights=tmp_path))
+    assert specs[0].weights == tmp_path / f"{ENCODER}.safetensors"
+    (specs,) = plan(row(), Settings(tmp_path, weights=tmp_path / "file"))
+    assert specs[0].weights == tmp_path / "file"
+
+
+def test_each_run_is_made_once_whatever_rows_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[RunSpec]] = []
+
+    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, listen: object) -> list[RunResult]:
+        assert resume and [place.parent for place in places] == [tmp_path] * len(specs)
+        calls.append(specs)
+        square = np.full((10, 10), 0.8)
+        return [RunResult(description(s.order), make().summary, {"cil": square}) for s in specs]
+
+    monkeypatch.setattr("tpl.bench.run.execute_together", execute_together)
+    rows = find_rows(["encoders/deit-small/c100-10t", "main/tpl-pfi/c100-10t"])
+    runs = run_rows(rows, Settings(tmp_path), lambda event: None)
+    assert len(calls) == 1 and [spec.order for spec in calls[0]] == list(ORDERS)
+    assert len(runs) == 3 and len({run.place for run in runs}) == 3
+    assert all(math.isclose(run.cil[9][0], 0.8) for run in runs)
+    assert run_rows([], Settings(tmp_path), lambda event: None) == []
+    with pytest.raises(TplError, match="named twice"):
+        run_rows(rows, Settings(tmp_path, orders=("natural", "natural")), lambda event: None)

@@ -1,0 +1,77 @@
+"""Runs side by side: the numbers of runs one by one, in directories of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tpl.bench.run import RunSpec, execute, execute_together
+from tpl.engine import Event
+from tpl.errors import TplError
+from tpl.learner import Learner
+
+OPTIONS = {"latent": 8, "epochs": 1, "memory": 20}
+
+
+def specs(**changes: object) -> list[RunSpec]:
+    orders = ("natural", "random:1")
+    return [
+        RunSpec("digits-5t", order=o, tasks=3, validation=0.5, options=OPTIONS, device="cpu", **changes) for o in orders
+    ]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
+    folder, events = tmp_path_factory.mktemp("together"), list[Event]()
+    execute_together(specs(), [folder / "0", folder / "1"], listen=events.append)
+    return folder, events
+
+
+def test_runs_side_by_side_give_the_numbers_of_runs_alone(
+    side_by_side: tuple[Path, list[Event]], tmp_path: Path
+) -> None:
+    folder, _ = side_by_side
+    for i, spec in enumerate(specs()):
+        alone = execute(spec, tmp_path / str(i))
+        stages = [json.loads((folder / str(i) / "stages" / f"{t:03d}.json").read_text()) for t in range(3)]
+        assert [stage["together"] for stage in stages] == [2, 2, 2]
+        for kind in ("cil", "til", "tp"):
+            for t, stage in enumerate(stages):
+                np.testing.assert_allclose(stage[kind], alone.matrices[kind][t, : t + 1], atol=0.03)
+        one, other = (
+            Learner.load(path / "model", device="cpu").method.state() for path in (folder / str(i), tmp_path / str(i))
+        )
+        assert one.shared.keys() == other.shared.keys()
+        for part, same in zip((one.shared, *one.tasks), (other.shared, *other.tasks), strict=True):
+            for name, tensor in part.items():
+                torch.testing.assert_close(tensor, same[name], rtol=1e-2, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_one_listener_hears_the_first_run(side_by_side: tuple[Path, list[Event]]) -> None:
+    folder, events = side_by_side
+    assert [e.data["directory"] for e in events if e.kind == "run"] == [str(folder / "0")]
+    assert len([e for e in events if e.kind == "stage"]) == 3
+    for i in "01":
+        kinds = [json.loads(line)["kind"] for line in (folder / i / "events.jsonl").read_text().splitlines()]
+        assert kinds.count("stage") == 3 and kinds.count("trained") == 3
+
+
+def test_finished_runs_are_read_and_unequal_ones_take_turns(
+    side_by_side: tuple[Path, list[Event]], tmp_path: Path
+) -> None:
+    folder, _ = side_by_side
+    longer = RunSpec("digits-5t", tasks=2, per_task=(2, 3), validation=0.5, options=OPTIONS, device="cpu")
+    done, fresh = execute_together([specs()[0], longer], [folder / "0", tmp_path / "longer"], resume=True)
+    assert done.summary["together"] == 2 and fresh.summary["together"] == 1
+
+
+def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> None:
+    bad = [specs()[0], RunSpec("digits-5t", tasks=3, validation=0.5, options=OPTIONS | {"lr": 1e30}, device="cpu")]
+    places = [tmp_path / "good", tmp_path / "bad"]
+    with pytest.raises(TplError, match="learning rate"):
+        execute_together(bad, places)
+    assert execute(bad[0], places[0], resume=True).summary["last"] > 0.3

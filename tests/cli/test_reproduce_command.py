@@ -1,0 +1,190 @@
+"""`tpl reproduce`: what it prints and how it exits. Runs are small files; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tpl import TplError, cli
+from tpl.bench.results import RunResult
+from tpl.bench.run import RunSpec
+
+ROW = "encoders/vit-tiny/c100-10t"
+ENCODER = "vit_tiny_patch16_224"
+ORDERS = ("natural", "random:1", "random:2")
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, ["reproduce", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def ask(*arguments: str | Path, code: int = 0) -> Any:
+    result = call(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def result_of(spec: RunSpec, last: float) -> RunResult:
+    turn = ORDERS.index(spec.order)
+    names = [f"class {(c + turn) % 100}" for c in range(100)]
+    description = {
+        "benchmark": spec.benchmark,
+        "method": spec.method,
+        "options": spec.all_options(),
+        "seed": spec.seed,
+        "order": spec.order,
+        "classes": [names[10 * t : 10 * t + 10] for t in range(10)],
+        "validation": None,
+        "encoder": {"name": spec.encoder, "sha256": "ab" * 32},
+        "data": {"train": f"{turn}" * 64, "test": "f" * 64},
+        "precision": "fp32",
+        "environment": {"commit": "c0ffee", "device": "cuda: NVIDIA H200"},
+    }
+    return RunResult(description, {"last": last, "aia": 0.85, "til": 0.96}, {"cil": np.full((10, 10), last)})
+
+
+def write(place: Path, order: str, last: float, **options: Any) -> None:
+    result = result_of(RunSpec("c100-10t", "tpl", ENCODER, order=order, options=options), last)
+    place.mkdir(parents=True)
+    (place / "run.json").write_text(json.dumps(result.description))
+    result.write(place)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Three class orders that reach ViT-tiny's row, and one run with other settings."""
+    for index, order in enumerate(ORDERS):
+        write(tmp_path / "c100-10t" / order.replace(":", "-"), order, 0.77 + 0.01 * index)
+    write(tmp_path / "short", "natural", 0.5, epochs=3)
+    return tmp_path
+
+
+def test_a_reached_row_is_shown_with_all_that_is_behind_it(results: Path) -> None:
+    result = call(ROW, "--from", results)
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith(ROW))
+    assert line.split()[1:] == ["Last", "76.79", "78.00", "±", "1.00", "+1.21", "3", "reached"]
+    text = " ".join(result.stdout.split())
+    for fact in ("TIL 95.36 96.00 ± 0.00 +0.64", "natural (seed 0), random:1 (seed 0), random:2 (seed 0)", "ab" * 32):
+        assert fact in text
+    for fact in ("epochs=40", "memory=2000", "c0ffee", "NVIDIA H200", "train 111111111111", "0.5 points"):
+        assert fact in text
+    assert "epochs=3: tpl on c100-10t, Last 50.00" in text  # named, not mixed in
+    assert result.stderr == ""
+
+
+def test_a_missed_row_exits_with_1(results: Path) -> None:
+    result = call(ROW, "--from", results, "--orders", "natural", "--epochs", "3")
+    assert result.exit_code == 1 and "missed" in result.stdout
+    assert call(ROW, "--from", results, "--orders", "natural", "--epochs", "3", "--tolerance", "30").exit_code == 0
+
+
+def test_a_table_of_rows_says_which_lack_evidence(results: Path) -> None:
+    result = call("--from", results, "encoders/*tiny/c100*")
+    assert result.exit_code == 1
+    assert result.stdout.count("reached") >= 2 and result.stdout.count("no evidence") >= 6
+    assert "1 reached, 3 no evidence" in " ".join(result.stdout.split())
+
+
+def test_json_has_everything(results: Path) -> None:
+    answer = ask(ROW, "encoders/vit-tiny/c10-5t", "--from", results, code=1)
+    assert answer["tolerance"] == 0.5 and answer["verdicts"] == {"no evidence": 1, "reached": 1}
+    by_name = {row["row"]: row for row in answer["rows"]}
+    row = by_name[ROW]
+    assert (row["verdict"], row["class_orders"], row["benchmark"], row["encoder"]) == (
+        "reached",
+        3,
+        "c100-10t",
+        ENCODER,
+    )
+    last = row["quantities"][0]
+    assert (last["quantity"], last["paper"], last["verdict"]) == ("last", 76.79, "reached")
+    assert last["ours"] == pytest.approx(78.0) and last["std"] == pytest.approx(1.0)
+    (evidence,) = row["evidence"]
+    assert evidence["options"]["epochs"] == 40 and evidence["encoder"]["sha256"] == "ab" * 32
+    assert [run["order"] for run in evidence["runs"]] == list(ORDERS)
+    assert {run["commit"] for run in evidence["runs"]} == {"c0ffee"}
+    assert evidence["runs"][1]["data"] == {"train": "1" * 64, "test": "f" * 64}
+    assert row["not_judged"][0]["options"]["epochs"] == 3
+    assert by_name["encoders/vit-tiny/c10-5t"]["reason"]
+
+
+def test_a_row_this_program_cannot_run_says_why(results: Path, tmp_path: Path) -> None:
+    for extra in (["--from", results], ["--out", tmp_path / "runs"]):
+        answer = ask("main/tpl/c10-5t", *extra, code=1)["rows"][0]
+        assert answer["verdict"] == "no evidence" and "no encoder deit_small_611" in answer["reason"]
+    text = " ".join(call("main/tpl/c10-5t", "--from", results).stdout.split())
+    assert "cannot run it (it has no encoder deit_small_611)" in text
+
+
+def test_misprints_are_named(results: Path) -> None:
+    result = call("ood/odin/average", "--from", results)
+    text = " ".join(result.stdout.split())
+    assert "AUROC 89.8*" in text and "printed as 86.4" in text
+
+
+def test_the_list_says_what_can_be_run() -> None:
+    rows = {row["row"]: row for row in ask("--list")["rows"]}
+    assert len(rows) > 500
+    assert rows[ROW]["runnable"] and rows[ROW]["paper"] == {"last": 76.79, "til": 95.36}
+    assert rows["main/tpl/c10-5t"]["obstacle"] == "no encoder deit_small_611"
+    text = call("--list", "encoders/vit-tiny").stdout
+    assert ROW in text and "yes" in text and "main/" not in text
+
+
+def test_runs_are_made_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RunSpec] = []
+
+    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, listen: object) -> list[RunResult]:
+        made.extend(specs)
+        return [result_of(spec, 0.70 + 0.01 * spec.seed) for spec in specs]
+
+    monkeypatch.setattr("tpl.bench.run.execute_together", execute_together)
+    options = ["--out", tmp_path, "--data", tmp_path, "--set", "k=3", "--epochs", "2", "--device", "cpu"]
+    answer = ask(ROW, *options, code=1)["rows"][0]
+    assert answer["verdict"] == "missed" and answer["class_orders"] == 3
+    assert [spec.order for spec in made] == list(ORDERS)
+    assert {(s.options["k"], s.options["epochs"], s.device, s.data) for s in made} == {("3", 2, "cpu", tmp_path)}
+    answer = ask(ROW, *options, "--seed", "8", "--orders", "random:1, random:2")["rows"][0]
+    assert answer["verdict"] == "reached" and answer["class_orders"] == 2
+
+
+def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tpl.bench.reproduce.run_rows", interrupt)
+    result = call(ROW, "--out", tmp_path)
+    assert result.exit_code == 130 and "same command goes on" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "Name a row of the paper"),
+        (["encoder/vit-tiny/c100-10t"], "near: encoders/vit-tiny/c100-10t"),
+        ([ROW, "--from", "absent"], "There is no folder absent"),
+        ([ROW, "--orders", ","], "--orders takes class orders"),
+        ([ROW, "--set", "k"], "--set takes NAME=VALUE"),
+        ([ROW, "--set", "nonsense=1"], "There is no option 'nonsense'"),
+    ],
+)
+def test_mistakes_are_answered_by_what_would_do(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tpl.bench.run.execute_together", None)
+    result = call(*arguments)
+    assert isinstance(result.exception, TplError) and text in str(result.exception)
+    monkeypatch.setattr(sys, "argv", ["tpl", "reproduce", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
