@@ -171,7 +171,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypat
         ([], "Name a row of the paper"),
         (["encoder/vit-tiny/c100-10t"], "near: encoders/vit-tiny/c100-10t"),
         ([ROW, "--from", "absent"], "There is no folder absent"),
-        ([ROW, "--orders", ","], "--orders takes class orders"),
+        ([ROW, "--orders", ","], "Class orders are joined by commas"),
         ([ROW, "--set", "k"], "--set takes NAME=VALUE"),
         ([ROW, "--set", "nonsense=1"], "There is no option 'nonsense'"),
     ],

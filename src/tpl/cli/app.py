@@ -30,6 +30,7 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+Compile = Annotated[str, typer.Option(help="auto, on or off: compile the network on a GPU; pays for long runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; auto takes the first GPU if there is one.")]
@@ -70,6 +71,14 @@ def assignments(texts: list[str]) -> dict[str, str]:
         if not equals:
             raise TplError(f"--set takes NAME=VALUE; got '{name}'.")
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+
+
+def class_orders(text: str) -> list[str]:
+    """`natural,random:1` as a list of class orders, each named once."""
+    orders = [name.strip() for name in text.split(",") if name.strip()]
+    if not orders or len(set(orders)) < len(orders):
+        raise TplError("Class orders are joined by commas, each named once, such as natural,random:1.")
+    return orders
 
 
 def print_json(content: Any) -> None:

@@ -23,6 +23,7 @@ from tpl.cli.app import (
     Seed,
     Set,
     app,
+    class_orders,
     err,
     overrides,
 )
@@ -90,9 +91,7 @@ def reproduce(
         print_list(found, as_json)
         return
     options = overrides(epochs, lr, memory, latent, set_)
-    names = None if orders is None else [name.strip() for name in orders.split(",") if name.strip()]
-    if names == []:
-        raise TplError("--orders takes class orders joined by commas, such as natural,random:1.")
+    names = None if orders is None else class_orders(orders)
     if evidence is not None:
         judgements = _judge_folder(found, evidence, options, names, tolerance)
     else:
