@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from tpl.bench.environment import describe_environment
-from tpl.engine import Batches, Compute, Feed, Recipe, RecordedStep, Samples, Step, choose_compute
-from tpl.methods.bank import Bank, HatConfig
+from tpl.engine import Batches, Feed, RecordedStep, Samples, Step, choose_compute
 from tpl.methods.lessons import HatObjective
-from tpl.nets import Encoder, create_encoder
-from tpl.stream import Preprocess
+from tpl.methods.tpl import TPL, TPLConfig
+from tpl.nets import create_encoder
 
 
 def main() -> None:
@@ -29,50 +28,50 @@ def main() -> None:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--compile", default="auto")
     parser.add_argument("--latent", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64, help="new images a step; as many replayed ones come on top")
     parser.add_argument("--networks", type=int, nargs="+", default=[1], help="how many are trained side by side")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to measure each")
     options = parser.parse_args()
-    compute = choose_compute(options.device, options.precision)
-    encoder = create_encoder(options.encoder, options.weights).to(compute.device)
+    compute = choose_compute(options.device, options.precision, options.compile)
+    encoder = create_encoder(options.encoder, options.weights)
+    config = TPLConfig(latent=options.latent, batch_size=options.batch)
+    methods = [TPL(encoder, config, compute, seed) for seed in range(max(options.networks))]
     result = {
         "encoder": encoder.name,
         "precision": "bf16" if compute.bf16 else "fp32",
+        "compiled": encoder.fused,
         "latent": options.latent,
         "batch": f"{options.batch}+{options.batch}",
         "train_images_per_second": {
-            count: rate(*training(encoder, compute, options.latent, options.batch, count), options.seconds)
-            for count in options.networks
+            count: rate(*training(methods[:count]), options.seconds) for count in options.networks
         },
-        "inference_images_per_second": rate(*inference(encoder, compute, options.latent), options.seconds),
+        "inference_images_per_second": rate(*inference(methods[0]), options.seconds),
         "environment": describe_environment(compute.device),
     }
     print(json.dumps(result, indent=2))
 
 
-def training(
-    encoder: Encoder, compute: Compute, latent: int, batch: int, networks: int
-) -> tuple[Callable[[], None], int]:
-    """One epoch of a second task, and its number of images."""
-    steps = 40 if compute.device.type == "cuda" else 4
-    preprocess = Preprocess(encoder.data_config)
-    banks, models, batches = [], [], []
-    for seed in range(networks):
-        generator = torch.Generator().manual_seed(seed)
-        bank = Bank(encoder, HatConfig(latent=latent), compute, preprocess.normalise, generator)
-        bank.used = (torch.rand(bank.adapters.units, generator=generator) > 0.5).float().to(compute.device)
-        banks.append(bank)
+def training(methods: list[TPL]) -> tuple[Callable[[], None], int]:
+    """One epoch of a second task, of several methods side by side, and its number of images."""
+    first = methods[0]
+    recorded = first.compute.device.type == "cuda"
+    models, batches = [], []
+    for method in methods:
+        bank, generator = method.bank, torch.Generator().manual_seed(method.seed)
+        bank.used = (torch.rand(bank.adapters.units, generator=generator) > 0.5).float().to(method.compute.device)
         models.append(bank.new_task(10, 11, generator))
-        new, replay = (random_samples(preprocess, compute, steps * batch, generator) for _ in range(2))
-        batches.append(Batches(new, replay, batch, generator))
-    objective = HatObjective(banks, models)
-    optimiser = Recipe().optimiser(objective.parameters())
+        count = (40 if recorded else 4) * method.config.batch_size
+        new, replay = (random_samples(method, count, generator) for _ in range(2))
+        batches.append(Batches(new, replay, method.config.batch_size, generator))
+    objective = HatObjective([method.bank for method in methods], models)
+    optimiser = first.config.optimiser(objective.parameters())
     objective.protect(optimiser)
-    feed = Feed(batches, full=True)
-    plain = Step(objective, optimiser, feed, preprocess.normalise)
-    step = RecordedStep(plain) if compute.device.type == "cuda" else plain
-    progress = torch.tensor(0.5, device=compute.device)
+    feed = Feed(batches, full=recorded)
+    plain = Step(objective, optimiser, feed, first.normalise)
+    step = RecordedStep(plain) if recorded else plain
+    progress = torch.tensor(0.5, device=first.compute.device)
 
     def epoch() -> None:
         for inputs in feed.epoch():
@@ -81,21 +80,24 @@ def training(
     return epoch, feed.images
 
 
-def inference(encoder: Encoder, compute: Compute, latent: int) -> tuple[Callable[[], None], int]:
+def inference(method: TPL) -> tuple[Callable[[], None], int]:
     """Features and logits of one task's model, and how many."""
-    preprocess = Preprocess(encoder.data_config)
     generator = torch.Generator().manual_seed(0)
-    bank = Bank(encoder, HatConfig(latent=latent), compute, preprocess.normalise, generator)
-    bank.add(bank.new_task(10, 11, generator))
-    samples = random_samples(preprocess, compute, 1024, generator)
-    return lambda: (bank.outputs(samples.pixels, 0), None)[1], len(samples)
+    method.bank.add(method.bank.new_task(10, 11, generator))
+    samples = random_samples(method, 4096 if method.compute.device.type == "cuda" else 256, generator)
+
+    def ask() -> None:
+        method.bank.outputs(samples.pixels, 0)
+
+    return ask, len(samples)
 
 
-def random_samples(preprocess: Preprocess, compute: Compute, count: int, generator: torch.Generator) -> Samples:
+def random_samples(method: TPL, count: int, generator: torch.Generator) -> Samples:
     """Noise, labelled 0 to 10."""
-    shape = (count, 3, preprocess.height, preprocess.width)
+    shape = (count, 3, method.preprocess.height, method.preprocess.width)
     pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    return Samples(pixels.to(compute.device), (torch.arange(count) % 11).to(compute.device))
+    device = method.compute.device
+    return Samples(pixels.to(device), (torch.arange(count) % 11).to(device))
 
 
 def rate(work: Callable[[], None], images: int, seconds: float) -> float:

@@ -16,10 +16,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 RECIPE = Recipe(lr=0.01, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 
-def train_a_little(recorded: bool, precision: str, networks: int = 1) -> tuple[list[torch.Tensor], list[float]]:
+def train_a_little(
+    recorded: bool, precision: str, networks: int = 1, compiled: bool = False
+) -> tuple[list[torch.Tensor], list[float]]:
     compute = choose_compute("cuda", precision)
     encoder = create_encoder("compact").to(compute.device)
-    normalise = Preprocess(encoder.data_config).normalise
+    if compiled:
+        encoder.fuse()
+    normalise = Preprocess(encoder.data_config).normaliser(compute.device, compute.dtype)
     banks, models, batches = [], [], []
     for seed in range(networks):
         generator = torch.Generator().manual_seed(seed)
@@ -50,3 +54,32 @@ def test_recorded_and_plain_steps_give_the_same_numbers(precision: str, networks
     assert plain_loss == pytest.approx(recorded_loss, rel=1e-3)
     for a, b in zip(plain, recorded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3 if precision == "bf16" else 1e-4)
+
+
+def test_compiled_and_plain_steps_give_the_same_numbers() -> None:
+    (plain, plain_loss), (compiled, compiled_loss) = (train_a_little(c, "fp32", 2, compiled=c) for c in (False, True))
+    assert plain_loss == pytest.approx(compiled_loss, rel=1e-3)
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_image_has_the_same_answer_alone_and_among_many(precision: str) -> None:
+    compute = choose_compute("cuda", precision)
+    encoder = create_encoder("compact").to(compute.device)
+    generator = torch.Generator().manual_seed(0)
+    normalise = Preprocess(encoder.data_config).normaliser(compute.device, compute.dtype)
+    bank = Bank(encoder, HatConfig(latent=16), compute, normalise, generator)
+    for _ in range(2):
+        bank.add(bank.new_task(3, 4, generator))
+    pixels = torch.randint(0, 256, (600, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    many = [bank.outputs(pixels, t) for t in (0, 1)]
+    for t in (1, 0):  # the recording is the same, the weights are not
+        for i in (0, 17, 599):
+            alone = bank.outputs(pixels[i : i + 1], t)
+            assert torch.equal(alone.features[0], many[t].features[i])
+    assert not torch.equal(many[0].features, many[1].features)
+    direct = encoder(
+        normalise(pixels[:9].cuda()), bank.tasks[0].norms, bank.adapters.weights.fold(bank.mask(0)), dtype=compute.dtype
+    )
+    torch.testing.assert_close(many[0].features[:9], direct, rtol=1e-3, atol=1e-3 if precision == "fp32" else 0.1)

@@ -33,26 +33,25 @@ class Evaluator:
     def __init__(self, stream: Stream, method: Method) -> None:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
-        self.outputs: list[list[Outputs] | None] = []
+        self.known: list[Outputs] = []  # one entry a task model, over all test images so far
         self.task_of_class = task_of_class([task.classes for task in stream])
 
     def stage(self, upto: int) -> StageResult:
         """Accuracies on tasks 0..`upto`, which the method has learned."""
+        seen = len(self.pixels)
         while len(self.pixels) <= upto:
             images = self.stream[len(self.pixels)].test
             assert images is not None  # Benchmark.stream sees to it
             self.pixels.append(self._prepare(images))
-            self.outputs.append(None)
-        rows, scores, tasks = [], [], []
-        for i in range(upto + 1):
-            answers, task_scores = self._ask(i)
-            rows.append(accuracies(answers, self._labels(i), i, self.task_of_class[: answers.shape[1]]))
-            if task_scores is not None:
-                scores.append(task_scores)
-                tasks.append(np.full(len(task_scores), i))
+        answers, scores = self._ask(seen)
+        sizes = [len(pixels) for pixels in self.pixels]
+        rows = [
+            accuracies(part, self._labels(i), i, self.task_of_class[: answers.shape[1]])
+            for i, part in enumerate(answers.split(sizes))
+        ]
         detection = None
-        if scores and upto > 0:
-            detection = metrics.detection(np.concatenate(scores), np.concatenate(tasks))
+        if scores is not None and upto > 0:
+            detection = metrics.detection(scores, np.repeat(np.arange(len(sizes)), sizes))
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
         return StageResult(cil, til, tp, detection)
 
@@ -62,21 +61,31 @@ class Evaluator:
         fits = compute.room_for(len(images) * preprocess.bytes_per_image)
         return preprocess.batch(images, device=compute.device if fits else None)
 
-    def _ask(self, task: int) -> tuple[Tensor, NDArray[np.float64] | None]:
-        """log P(class) and, where the method has them, the task scores of one task's test images."""
+    def _ask(self, seen: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+        """log P(class) of all test images, and task scores where the method has any; `seen` tasks were asked before."""
         method = self.method
         if not isinstance(method, BankMethod):
-            return method.log_probabilities(self.pixels[task]).cpu(), None
-        known = self.outputs[task] if method.outputs_are_final else None
-        outputs = method.outputs(self.pixels[task], known)
-        self.outputs[task] = outputs
-        return method.log_probabilities_of(outputs).cpu(), method.task_scores(outputs).cpu().numpy()
+            return torch.cat([method.log_probabilities(pixels) for pixels in self.pixels]).cpu(), None
+        if not method.outputs_are_final and len(self.known) < len(method.bank.tasks):
+            self.known = []  # a new task has moved the old ones' outputs
+        old_models = len(self.known)
+        for model, before in enumerate(self.known):
+            fresh = [method.bank.outputs(pixels, model) for pixels in self.pixels[seen:]]
+            self.known[model] = _joined([before, *fresh])
+        for model in range(old_models, len(method.bank.tasks)):
+            self.known.append(_joined([method.bank.outputs(pixels, model) for pixels in self.pixels]))
+        scores = method.task_scores(self.known)
+        return method.log_probabilities_of(self.known, scores).cpu(), scores.cpu().numpy()
 
     def _labels(self, task: int) -> Tensor:
         images = self.stream[task].test
         assert images is not None
         offset = sum(len(t.classes) for t in self.stream[:task])
         return torch.tensor(np.asarray(images.labels)) + offset
+
+
+def _joined(parts: list[Outputs]) -> Outputs:
+    return Outputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def accuracies(

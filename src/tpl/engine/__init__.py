@@ -3,7 +3,7 @@
 from tpl.engine.batches import IGNORED, Batches, Feed, Samples
 from tpl.engine.device import Compute, choose_compute
 from tpl.engine.events import Event, Listener, silent
-from tpl.engine.infer import in_batches
+from tpl.engine.infer import Inference
 from tpl.engine.optim import GatedSGD
 from tpl.engine.steps import Objective, RecordedStep, Step
 from tpl.engine.train import Recipe, train
@@ -15,6 +15,7 @@ __all__ = [
     "Event",
     "Feed",
     "GatedSGD",
+    "Inference",
     "Listener",
     "Objective",
     "Recipe",
@@ -22,7 +23,6 @@ __all__ = [
     "Samples",
     "Step",
     "choose_compute",
-    "in_batches",
     "silent",
     "train",
 ]

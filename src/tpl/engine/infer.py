@@ -12,24 +12,56 @@ from tpl.engine.device import Compute
 BLOCK = 256
 
 
-def in_batches(
-    function: Callable[[Tensor], Tensor],
-    pixels: Tensor,
-    compute: Compute,
-    normalise: Callable[[Tensor], Tensor],
-    block: int = BLOCK,
-) -> Tensor:
-    """`function` of normalised images over all `pixels`, on the compute device.
+class Inference:
+    """`function(images, *weights)` over any number of images, block by block.
 
     A GPU's libraries choose kernels by the batch's size, and kernels round differently. There every block is filled
-    up to one size, so an image's answer has the same bits alone and among thousands.
+    up to one size, so an image's answer has the same bits alone and among thousands. As all blocks are alike, they are
+    replays of one recording; weights of the same shapes are inputs of it like the images.
     """
-    parts = []
-    with torch.inference_mode():
-        for part in pixels.split(block):
-            count = len(part)
-            if compute.device.type == "cuda" and count < block:
-                part = torch.cat([part, part.new_zeros(block - count, *part.shape[1:])])
-            images = normalise(part.to(compute.device, non_blocking=True))
-            parts.append(function(images)[:count])
-    return torch.cat(parts)  # outside inference mode: an ordinary tensor that autograd may meet again
+
+    def __init__(
+        self, function: Callable[..., Tensor], compute: Compute, normalise: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.function, self.compute, self.normalise = function, compute, normalise
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.static: list[Tensor] = []
+        self.answer = torch.empty(0)
+
+    def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
+        """The function's values for uint8 `pixels`, on the compute device."""
+        on_gpu = self.compute.device.type == "cuda"
+        parts = []
+        with torch.no_grad():
+            for part in pixels.split(BLOCK):
+                count = len(part)
+                if on_gpu and count < BLOCK:
+                    part = torch.cat([part, part.new_zeros(BLOCK - count, *part.shape[1:])])
+                block = part.to(self.compute.device, non_blocking=True)
+                answer = self._replay(block, *weights) if on_gpu else self._plain(block, *weights)
+                parts.append(answer[:count])
+            return torch.cat(parts)
+
+    def _plain(self, pixels: Tensor, *weights: Tensor) -> Tensor:
+        return self.function(self.normalise(pixels), *weights)
+
+    def _replay(self, *inputs: Tensor) -> Tensor:
+        if self.graph is None or [t.shape for t in self.static] != [t.shape for t in inputs]:
+            self._record(inputs)
+        assert self.graph is not None
+        for static, value in zip(self.static, inputs, strict=True):
+            static.copy_(value)
+        self.graph.replay()
+        return self.answer.clone()
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self.static = [value.clone() for value in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # libraries choose their kernels before anything is recorded
+                self._plain(*self.static)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.answer = self._plain(*self.static)

@@ -27,11 +27,11 @@ class GatedSGD(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults)
-        self.gates: dict[Tensor, Tensor] = {}
+        self.gates: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the gate, and where it is not closed
 
     def gate(self, parameter: Tensor, gate: Tensor) -> None:
         """Let `parameter` move by `gate` (1 = freely, 0 = not at all) times its update."""
-        self.gates[parameter] = gate
+        self.gates[parameter] = gate, gate > 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,7 +47,7 @@ class GatedSGD(torch.optim.Optimizer):
                     update = self._momentum(p, update, group["momentum"], group["nesterov"])
                 if (gate := self.gates.get(p)) is not None:
                     # Not a plain product: zero times an overflow would be NaN in a protected weight.
-                    update = torch.where(gate > 0, update * gate, 0)
+                    update = torch.where(gate[1], update * gate[0], 0)
                 p.sub_(update, alpha=group["lr"])
 
     def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:

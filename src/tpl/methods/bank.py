@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import Config, option
-from tpl.engine import Compute, Event, Listener, Samples, in_batches
+from tpl.engine import Compute, Event, Inference, Listener, Samples
 from tpl.methods.base import Method
 from tpl.methods.lessons import Lesson, learn_lessons
-from tpl.nets import Adapters, Encoder, hat
+from tpl.nets import Adapters, AdapterStack, Encoder, hat
 from tpl.stream import Task
 
 NEARLY_FULL = 0.95
@@ -77,6 +77,11 @@ class Bank:
         self.adapters: Adapters = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
+        self._features = Inference(
+            lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
+            compute,
+            normalise,
+        )
 
     def mask(self, task: int) -> Tensor:
         """The mask of a finished task."""
@@ -84,13 +89,10 @@ class Bank:
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of uint8 images under a finished task's model."""
-        model, dtype = self.tasks[task], self.compute.dtype
+        model = self.tasks[task]
         with torch.no_grad():
             weights = self.adapters.weights.fold(self.mask(task))
-            features = in_batches(
-                lambda images: self.encoder(images, model.norms, weights, dtype=dtype),
-                pixels, self.compute, self.normalise,
-            )  # fmt: skip
+            features = self._features(pixels, model.norms, *weights)
             return Outputs(features, model.logits(features)[:, : model.own])
 
     def add(self, model: TaskModel) -> None:
@@ -147,8 +149,8 @@ class BankMethod(Method):
         """How much each task claims each image, `[n, tasks]`."""
 
     @abstractmethod
-    def log_probabilities_of(self, outputs: list[Outputs]) -> Tensor:
-        """log P(class | image) from every task's outputs."""
+    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+        """log P(class | image) from every task's outputs; `scores` are their task scores if already computed."""
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train the task's model and conclude."""

@@ -45,8 +45,10 @@ class Method(ABC):
         self.encoder = encoder.to(compute.device)
         self.config, self.compute, self.seed = config, compute, seed
         self.preprocess = Preprocess(encoder.data_config)
+        self.normalise = self.preprocess.normaliser(compute.device, compute.dtype)
         if compute.compiled and self.preprocess.height >= WORTH_COMPILING:
             encoder.fuse()
+            self.normalise = torch.compile(self.normalise)
         self.task_classes_: list[tuple[str, ...]] = []
 
     # What a method must say

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Batches, Compute, Listener, Recipe, Samples, in_batches, train
+from tpl.engine import Batches, Compute, Inference, Listener, Recipe, Samples, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder
 from tpl.state import State
@@ -101,11 +101,11 @@ class NetworkMethod(Method):
         trainable = [p for p in self.network.parameters() if p.requires_grad]
         batches = Batches(samples, None, config.batch_size, self.generator("training"))
         objective, optimiser = CrossEntropy(self.network), config.optimiser(trainable)
-        train(objective, optimiser, [batches], config.epochs, self.preprocess.normalise, [listen])
+        train(objective, optimiser, [batches], config.epochs, self.normalise, [listen])
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""
-        logits = in_batches(self.network, pixels, self.compute, self.preprocess.normalise)
+        logits = Inference(self.network, self.compute, self.normalise)(pixels)
         return logits.double().log_softmax(dim=1)
 
     def state(self) -> State:

@@ -59,7 +59,7 @@ class TPL(BankMethod):
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
-        self.bank = Bank(self.encoder, config, compute, self.preprocess.normalise, self.generator("adapters"))
+        self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"))
         self.scores_: list[LikelihoodRatio] = []
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
@@ -87,9 +87,9 @@ class TPL(BankMethod):
         """S_TPL of every task before calibration, `[n, tasks]`."""
         return torch.stack([s.score_features(*o) for s, o in zip(self.scores_, outputs, strict=True)], dim=1)
 
-    def log_probabilities_of(self, outputs: list[Outputs]) -> Tensor:
+    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
         """log P(class | image) from every task's outputs."""
-        scores = self.task_scores(outputs)
+        scores = self.task_scores(outputs) if scores is None else scores
         within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
         owner = task_of_class(self.task_classes_).to(scores.device)
         if self.calibration_ is not None:

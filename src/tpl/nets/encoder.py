@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt
 
-FUSED_BLOCKS = 1  # compiled as one piece and used for all: a whole network takes minutes to compile and gains little
-
 
 class Encoder(nn.Module):
     """A frozen trunk that turns normalised images into features."""
@@ -44,7 +42,7 @@ class Encoder(nn.Module):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
-        self._through, self._chunk = adapted_blocks, len(vit.blocks)
+        self._through, self.fused = _adapted_block, False
         self._copies: dict[
             tuple[torch.dtype, torch.device], VisionTransformer
         ] = {}  # in a dict: not part of this module's state
@@ -53,8 +51,11 @@ class Encoder(nn.Module):
         self.eval()
 
     def fuse(self) -> None:
-        """Compile the blocks: fewer, larger kernels. Costs some ten seconds for every new shape of a batch."""
-        self._through, self._chunk = torch.compile(adapted_blocks, dynamic=False), FUSED_BLOCKS
+        """Compile the block, once for all of them: fewer, larger kernels, for some ten seconds at every new batch size.
+
+        (Compiling several blocks as one piece takes longer and gains one per cent.)
+        """
+        self._through, self.fused = torch.compile(_adapted_block, dynamic=False), True
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -106,10 +107,9 @@ class Encoder(nn.Module):
             if masks is not None:
                 opened = _per_adapter(adapters.split(masks.to(dtype)))
         x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
-        for first in range(0, len(vit.blocks), self._chunk):
-            blocks = tuple(vit.blocks[first : first + self._chunk])
-            own = slice(2 * first, 2 * (first + len(blocks)))
-            x = self._through(blocks, x, affines[own], layers[own], opened[own])
+        for i, block in enumerate(vit.blocks):
+            own = slice(2 * i, 2 * i + 2)
+            x = self._through(block, x, affines[own], layers[own], opened[own])
         rest = list(norms.unbind(-3)[2 * len(vit.blocks) :])
         x = x.float()
         if vit.global_pool == "token":
@@ -123,20 +123,6 @@ class Encoder(nn.Module):
         return inner + [n for n in (self.vit.norm, self.vit.fc_norm) if isinstance(n, nn.LayerNorm)]
 
 
-def adapted_blocks(
-    blocks: Sequence[Block],
-    x: Tensor,
-    norms: Sequence[Tensor],
-    adapters: Sequence[AdapterStack | None],
-    masks: Sequence[AdapterMasks | None],
-) -> Tensor:
-    """Transformer blocks with a task's norms, two each, and an adapter behind attention and behind the MLP."""
-    for i, block in enumerate(blocks):
-        own = slice(2 * i, 2 * i + 2)
-        x = _adapted_block(block, x, norms[own], adapters[own], masks[own])
-    return x
-
-
 def _adapted_block(
     block: Block,
     x: Tensor,
@@ -144,6 +130,7 @@ def _adapted_block(
     adapters: Sequence[AdapterStack | None],
     masks: Sequence[AdapterMasks | None],
 ) -> Tensor:
+    """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
     y = block.ls1(block.attn(_layer_norm(x, norms[0], block.norm1.eps)))
     x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
     y = block.ls2(block.mlp(_layer_norm(x, norms[1], block.norm2.eps)))

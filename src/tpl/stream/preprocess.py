@@ -45,7 +45,6 @@ class Preprocess:
         self.std: tuple[float, ...] = tuple(config.setdefault("std", IMAGENET_DEFAULT_STD))
         self._geometries: dict[tuple[int, int, torch.device], Geometry | None] = {}
         self._lock = threading.Lock()
-        self._affines: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._transform = create_transform(**config, is_training=False, use_prefetcher=True)
         self._resize, self._crop = self._transform.transforms[:2]
 
@@ -97,19 +96,17 @@ class Preprocess:
                     progress(len(chunk))
         return out
 
-    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 pixels [n, 3, h, w] as the float32 the encoder was trained on, on the same device."""
-        if pixels.dtype != torch.uint8:
-            raise TypeError(f"normalise wants uint8 pixels, not {pixels.dtype}")
-        scale, shift = self._affine(pixels.device)
-        return pixels.float() * scale - shift
+    def normaliser(
+        self, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What turns uint8 pixels [n, 3, h, w] on `device` into the numbers the encoder was trained on.
 
-    def _affine(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """1 / (255 std) and mean / std, copied to a device once: nothing is sent there step by step."""
-        if device not in self._affines:
-            mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
-            self._affines[device] = ((1 / (255 * std)).float().to(device), (mean / std).float().to(device))
-        return self._affines[device]
+        Its constants are on the device already: nothing is sent step by step. The arithmetic is float32 whatever
+        `dtype` the result has.
+        """
+        mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
+        scale, shift = (1 / (255 * std)).float().to(device), (mean / std).float().to(device)
+        return lambda pixels: (pixels.float() * scale - shift).to(dtype)
 
     def _read(
         self, images: ImageSet, chunk: range, resizer: torch.device | None
