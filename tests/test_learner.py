@@ -135,7 +135,7 @@ def test_a_model_remembers_the_file_its_encoder_came_from(tmp_path: Path, small_
     assert torch.equal(found.log_probabilities(images), expected)
 
 
-@pytest.mark.parametrize(("classes", "per_class", "memory"), [(2, 1, 10), (1, 6, 10), (1, 1, 1), (1, 1, 0)])
+@pytest.mark.parametrize(("classes", "per_class", "memory"), [(2, 5, 10), (2, 1, 10), (1, 6, 10), (1, 1, 1), (1, 1, 0)])
 def test_the_smallest_tasks_are_learned_and_answered(
     classes: int, per_class: int, memory: int, small_stream: Stream, tmp_path: Path
 ) -> None:

@@ -224,3 +224,71 @@ def test_impossible_settings_are_explained() -> None:
         Memory(5, "herding")
     with pytest.raises(TplError, match=r"negative.*-1"):
         Memory(-1)
+
+
+def filled(policy: str = "random", budget: int = 12) -> Memory:
+    """Three classes of two tasks, 30 images each, 4 exemplars each."""
+    memory, preprocess = Memory(budget, policy, seed=3), Preprocess(CONFIG)
+    memory.add(numbered(2, 30, 0), 2, preprocess)
+    memory.add(numbered(1, 30, 1), 1, preprocess)
+    return memory
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_redrawn_exemplars_are_old_or_new_ones_and_rows_are_told(policy: str, preprocess: Preprocess) -> None:
+    memory = filled(policy)
+    before, old = tags(memory), [list(images) for images in memory.exemplars]
+    origin = memory.redraw({1: numbered(1, 200, 9)}, {1: 30}, preprocess).tolist()
+    now = tags(memory)
+    assert [len(images) for images in memory.exemplars] == [4, 4, 4]
+    assert memory.exemplars[0] == old[0] and memory.exemplars[2] == old[2]
+    assert len(origin) == len(now)
+    for tag, row in zip(now, origin, strict=True):
+        assert (row < 0 and tag[0] == 9) or tag == before[row]
+    assert len(set(now)) == len(now)
+    fresh = sum(row < 0 for row in origin)
+    assert fresh == 0 if policy == "first" else fresh > 0  # the first images stay the first
+
+
+def test_redrawing_is_fair_to_the_images_that_are_gone(preprocess: Preprocess) -> None:
+    """As many new exemplars as there are new images among all of the class, on average."""
+    shares = []
+    for seed in range(60):
+        memory = Memory(10, seed=seed)
+        memory.add(numbered(1, 90), 1, preprocess)
+        origin = memory.redraw({0: numbered(1, 30, 9)}, {0: 90}, preprocess)
+        shares.append(float((origin < 0).double().mean()))
+    assert abs(np.mean(shares) - 0.25) < 0.06
+
+
+def test_redrawing_fills_a_class_up_to_its_quota(preprocess: Preprocess) -> None:
+    memory = Memory(20)
+    memory.add(numbered(2, 3), 2, preprocess)
+    origin = memory.redraw({0: numbered(1, 50, 9)}, {0: 3}, preprocess)
+    assert [len(images) for images in memory.exemplars] == [10, 3]
+    assert origin.tolist()[10:] == [3, 4, 5]
+    assert memory.pixels(preprocess).shape[0] == 13
+
+
+def test_a_removed_class_leaves_the_other_rows_in_order(preprocess: Preprocess) -> None:
+    memory = filled()
+    memory.pixels(preprocess)  # made ready before: must not outlive the removal
+    before = tags(memory)
+    gone = list(memory.exemplars[1])
+    kept = memory.remove(1).tolist()
+    assert kept == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert tags(memory) == [before[i] for i in kept]
+    assert len(memory.pixels(preprocess)) == 8
+    raw = memory.state()["bytes"].numpy().tobytes()
+    assert not any(png in raw for png in gone)
+    memory.add(numbered(1, 30, 2), 1, preprocess)
+    assert [len(images) for images in memory.exemplars] == [4, 4, 4]
+
+
+def test_an_unreadable_image_leaves_the_exemplars_as_they_were(preprocess: Preprocess) -> None:
+    memory = filled()
+    before = [list(images) for images in memory.exemplars]
+    bad = Unreadable(np.zeros((2, 2, 2, 3), np.uint8), np.array([0, 0]))
+    with pytest.raises(TplError, match="cannot be read"):
+        memory.redraw({0: numbered(1, 200, 9), 1: bad}, {0: 30, 1: 0}, preprocess)
+    assert memory.exemplars == before

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +364,196 @@ def test_reading_needs_no_lock(store: ModelStore) -> None:
     store.commit(*model(1))
     with FileLock(store.path / ".lock"):
         check(store, model(1))
+
+
+# Checksums
+
+
+def test_every_file_is_listed_with_its_checksum(store: ModelStore) -> None:
+    for tasks in (1, 2, 3):
+        store.commit(*model(tasks))
+    stored = {k: hashlib.sha256(v[2]).hexdigest() for k, v in files(store.path).items() if k.endswith(".safetensors")}
+    assert len(stored) == 5
+    assert store.header()["files"] == stored
+
+
+@pytest.mark.parametrize("name", ["task-0", "shared", "memory"])
+def test_a_single_changed_bit_is_noticed_and_the_file_named(store: ModelStore, name: str) -> None:
+    store.commit(*model(1))
+    file = store.path / "tasks" / "000" / f"{name}.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # well-formed, but another number
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match=rf"{name}\.safetensors is damaged \(its sha256.*backup"):
+        store.read()
+
+
+def test_a_header_that_lists_no_checksum_is_damaged(store: ModelStore) -> None:
+    store.commit(*model(1))
+    header = store.header()
+    del header["files"]["tasks/000/shared.safetensors"]
+    replace_text(store.header_file, json.dumps(header))
+    with pytest.raises(StoreError, match=r"model\.json is damaged"):
+        store.read()
+
+
+def test_a_directory_of_schema_1_is_read_and_brought_up_to_date(store: ModelStore) -> None:
+    store.commit(*model(2))
+    early = {k: v for k, v in store.header().items() if k != "files"} | {"schema": 1}
+    replace_text(store.header_file, json.dumps(early))
+    check(store, model(2))
+    store.commit(*model(3))
+    check(store, model(3))
+    assert store.header()["schema"] == SCHEMA
+    assert len(store.header()["files"]) == 5
+
+
+# Commits that change old tasks
+
+
+def changed(tasks: int, task: int) -> Commit:
+    """`model`, with one task updated."""
+    header, state, memory = model(tasks)
+    state.tasks[task] = {"w": torch.full((2, 3), 99.0), "n": torch.tensor([99])}
+    return header, state, memory
+
+
+def without(tasks: int, task: int) -> Commit:
+    """`model`, with one task gone."""
+    header, state, memory = model(tasks)
+    del header["tasks"][task], state.tasks[task]
+    return header, state, memory
+
+
+def test_a_changed_task_is_written_anew_and_the_old_file_goes(store: ModelStore) -> None:
+    for tasks in (1, 2, 3):
+        store.commit(*model(tasks))
+    before = files(store.path)
+    store.commit(*changed(3, 1))
+    check(store, changed(3, 1))
+    after = files(store.path)
+    assert {name for name in after if "task-" in name} == {
+        "tasks/000/task-0.safetensors",
+        "tasks/002/task-2.safetensors",
+        "tasks/003/task-1.safetensors",
+    }
+    kept = ("tasks/000/task-0.safetensors", "tasks/002/task-2.safetensors")
+    assert all(after[name] == before[name] for name in kept)
+    old = before["tasks/001/task-1.safetensors"][2]
+    assert not any(old in content for _, _, content in after.values())
+
+
+def test_where_a_task_has_gone_the_others_files_stay(store: ModelStore) -> None:
+    for tasks in (1, 2, 3, 4):
+        store.commit(*model(tasks))
+    before = files(store.path)
+    store.commit(*without(4, 1))
+    check(store, without(4, 1))
+    after = files(store.path)
+    own = {f"tasks/00{i}/task-{i}.safetensors" for i in (0, 2, 3)}
+    assert {name for name in after if "task-" in name} == own
+    assert all(after[name] == before[name] for name in own)
+    store.commit(*model(4))  # numbers of the new commit never meet those of an old one
+    check(store, model(4))
+
+
+@pytest.mark.parametrize("change", [changed, without])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_crash_while_old_tasks_change_leaves_them(store: ModelStore, stage: str, change: Any) -> None:
+    for tasks in (1, 2, 3):
+        store.commit(*model(tasks))
+    if stage == "save first" and change is without:
+        pytest.skip("no task is written")
+    before = files(store.path)
+    with pytest.MonkeyPatch.context() as patch:
+        sabotage(patch, stage, Crash())
+        with pytest.raises(Crash):
+            store.commit(*change(3, 1))
+    check(store, model(3))
+    assert all(files(store.path)[name] == before[name] for name in before)
+    store.commit(*change(3, 1))
+    check(store, change(3, 1))
+
+
+# Writers, killed and alive
+
+
+def test_what_a_killed_writer_left_is_swept_when_the_next_one_comes(store: ModelStore) -> None:
+    store.commit(*model(1))
+    wanted = set(files(store.path)) | {".lock"}
+    complete = store.path / "tasks" / "001"  # renamed, but the header was not replaced any more
+    half = store.path / "tasks" / ".001.partial"
+    for folder in (complete, half):
+        folder.mkdir()
+        (folder / "shared.safetensors").write_bytes(b"left")
+    (store.path / ".model.json.partial").write_text("{")
+    with store.writing():
+        pass
+    assert set(files(store.path)) == wanted
+    assert not complete.exists() and not half.exists()
+    check(store, model(1))
+
+
+def test_strangers_files_are_never_swept(store: ModelStore) -> None:
+    mine = [store.path / "tasks" / "monday" / "x.safetensors", store.path / "tasks" / "007" / "notes.txt"]
+    for file in mine:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    for tasks in (1, 2):
+        with store.writing():
+            store.commit(*model(tasks))
+    assert [file.read_text() for file in mine] == ["mine", "mine"]
+
+
+def test_the_second_writer_is_told_who_holds_the_directory(store: ModelStore) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.writing():
+            held.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(60)
+        told = rf"another process \({os.getpid()} on {re.escape(socket.gethostname())}, since 20\d\d-.*wait"
+        with pytest.raises(StoreError, match=told), store.writing():
+            pytest.fail("two writers")
+    finally:
+        done.set()
+        holder.join()
+    assert not store.holder_file.exists()
+    with store.writing():
+        assert json.loads(store.holder_file.read_text())["pid"] == os.getpid()
+        with store.writing():
+            pass
+        assert store.holder_file.exists()  # leaving the inner one does not sign off
+
+
+def test_a_holder_that_cannot_be_read_is_another_process(store: ModelStore) -> None:
+    store.path.mkdir()
+    for content in ("", "[]", '{"pid": 1}'):
+        store.holder_file.write_text(content)
+        refused = pytest.raises(StoreError, match="by another process; wait")
+        with FileLock(store.path / ".lock"), refused, store.writing():
+            pytest.fail("two writers")
+
+
+def test_a_disk_without_room_for_the_lock_is_explained(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileLock, "acquire", full)
+    with pytest.raises(StoreError, match="disk is full"), store.writing():
+        pytest.fail("no lock")
+
+
+def test_only_what_exists_is_opened_for_a_change(store: ModelStore) -> None:
+    with pytest.raises(StoreError, match="holds no model"), store.existing():
+        pytest.fail("nothing to change")
+    assert not store.path.exists()
+    store.commit(*model(1))
+    with store.existing():
+        store.commit(*model(2))
+    check(store, model(2))

@@ -7,12 +7,31 @@ from tpl._version import __version__
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
-    from tpl.learner import Learner
+    from tpl.answers import Answer, TaskRecord
+    from tpl.estimator import TPLClassifier
+    from tpl.learner import Learner, load
     from tpl.stream import ArrayImages, Stream, Task, image_folder
 
-__all__ = ["ArrayImages", "Learner", "Stream", "Task", "TplError", "__version__", "image_folder"]
+__all__ = [
+    "Answer",
+    "ArrayImages",
+    "Learner",
+    "Stream",
+    "TPLClassifier",
+    "Task",
+    "TaskRecord",
+    "TplError",
+    "__version__",
+    "image_folder",
+    "load",
+]
 
-_HOMES = {"Learner": "tpl.learner"} | dict.fromkeys(("ArrayImages", "Stream", "Task", "image_folder"), "tpl.stream")
+_HOMES = (
+    {"TPLClassifier": "tpl.estimator"}
+    | dict.fromkeys(("Answer", "TaskRecord"), "tpl.answers")
+    | dict.fromkeys(("Learner", "load"), "tpl.learner")
+    | dict.fromkeys(("ArrayImages", "Stream", "Task", "image_folder"), "tpl.stream")
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from tpl.engine import Event
@@ -80,3 +81,64 @@ class RunProgress:
     def _say(self, text: str, advance: float = 0.0) -> None:
         if self.bar is not None:
             self.progress.update(self.bar, doing=text, advance=advance)
+
+
+class WorkProgress:
+    """One bar for work in phases, such as reading images and then learning them; gone when the work is done.
+
+    A listener of learning, too. Nothing is drawn where nobody watches: `quiet`, or stderr is no terminal. Warnings
+    are printed either way.
+    """
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[doing]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=quiet or not console.is_terminal,
+            transient=True,
+        )
+        self.bar: TaskID | None = None
+        self.phase, self.done, self.started = "", 0, 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.progress.stop()
+
+    def begin(self, phase: str, total: int | None) -> None:
+        """Start a phase of `total` steps, each of about the same length; None if nobody knows how many."""
+        if self.bar is None:
+            self.progress.start()
+        else:
+            self.progress.remove_task(self.bar)  # a new bar: the time left of one phase says nothing of the next
+        self.bar = self.progress.add_task(phase, total=total, doing="")
+        self.phase, self.done, self.started = phase, 0, time.monotonic()
+
+    def advance(self, steps: int, doing: str | None = None) -> None:
+        """Some steps are done; `doing` says more, else the speed is shown."""
+        self.done += steps
+        speed = self.done / max(time.monotonic() - self.started, 1e-9)
+        if self.bar is not None:
+            self.progress.update(self.bar, advance=steps, doing=f"{speed:.0f} a second" if doing is None else doing)
+
+    def __call__(self, event: Event) -> None:
+        """Draw one event of learning."""
+        if event.kind == "warning":
+            self.console.print(f"[yellow]warning:[/] {escape(event.data['text'])}", soft_wrap=True, highlight=False)
+        elif event.kind == "prepare":
+            if self.phase != "preparing":
+                self.begin("preparing", event.data["images"])
+            self.advance(event.data["done"])
+        elif event.kind == "epoch":
+            if self.phase != "learning":
+                self.begin("learning", event.data["epochs"])
+            self.advance(1, f"loss {event.data['loss']:.2f}")

@@ -3,7 +3,7 @@
 from tpl import Learner
 
 learner = Learner(method="tpl", encoder="compact")
-learner.learn(task)
+learner.learn("photos/")     # class folders
 learner.predict(images)      # class names
 learner.save("model")
 Learner.load("model")
@@ -11,28 +11,35 @@ Learner.load("model")
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
 
 from tpl._version import __version__
-from tpl.engine import Listener, choose_compute, silent
+from tpl.answers import Answer, TaskEntry, TaskRecord
+from tpl.engine import Listener, Samples, choose_compute, silent
 from tpl.errors import TplError
-from tpl.methods import Method, find_method
+from tpl.intake import Images, as_task, hold_out, per_class
+from tpl.methods import find_method
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore
-from tpl.stream import FileImages, ImageSet, Task, UnreadableImage, to_rgb
+from tpl.predictor import Predictor
+from tpl.store import ModelStore, StoreError
+from tpl.stream import Task
+from tpl.stream.images import relabelled
 
-Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
+__all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
+
+HELD_OUT = 0.1
 
 
-class Learner:
+class Learner(Predictor):
     """A classifier that keeps learning.
 
     `options` are the method's own, e.g. `epochs=10, memory=500`; `tpl describe METHOD` lists them.
@@ -52,46 +59,158 @@ class Learner:
         found = find_method(method)
         config = found.config_class.parse(options)
         compute = choose_compute(device, precision, compile)
-        self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
+        super().__init__(found(create_encoder(encoder, weights), config, compute, seed))
+        self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
 
-    @property
-    def classes_(self) -> list[str]:
-        """All classes learned, in the order of arrival."""
-        return self.method.classes_
+    # Learning
 
-    def learn(self, task: Task, listen: Listener = silent) -> Self:
-        """Learn one more task; its classes must be new."""
-        self.method.learn(task, listen)
+    def learn(
+        self,
+        images: Task | Path | str | Images,
+        labels: Sequence[str] | None = None,
+        *,
+        name: str | None = None,
+        held_out: float = HELD_OUT,
+        listen: Listener = silent,
+        source: str = "",
+    ) -> Self:
+        """Learn one more task; its classes must be new.
+
+        `images` is a Task, the path of class folders or of a zip of them, or a list of images with a class name each
+        in `labels`. A share `held_out` of every class with at least five images is not trained on: it tells how
+        accurate the model is, and what an unknown image looks like.
+        """
+        task = self._given(images, labels, name)
+        self._refuse_known(task)
+        train, rest = hold_out(task, held_out, [self.method.seed])
+        held = self.method.samples_of(rest, silent)  # first: an unreadable image is told before the training
+        self.method.learn(replace(task, train=train, test=None), listen, held)
+        entry = TaskEntry(
+            task.name,
+            task.classes,
+            per_class(train, task.classes),
+            per_class(rest, task.classes),
+            learned=datetime.now().astimezone().isoformat(timespec="seconds"),
+            source=source or (str(images) if isinstance(images, (str, Path)) else ""),
+        )
+        others = [] if self.method.cumulative else self._noted()[:-1]
+        self._entries = [*others, entry]
+        if len(held):
+            self._entries[-1] = self._judged(entry, held)
         return self
 
-    def log_probabilities(self, images: Images) -> Tensor:
-        """log P(class | image), one row an image, one column a class learned."""
-        if not self.classes_:
-            raise TplError("Nothing was learned yet: call learn(task) first.")
-        return self.method.log_probabilities(self.prepare(images)).cpu()
+    def update(
+        self,
+        images: Task | Path | str | Images,
+        labels: Sequence[str] | None = None,
+        listen: Listener = silent,
+        *,
+        held_out: float = HELD_OUT,
+    ) -> Self:
+        """Take up more images of classes that are known already.
 
-    def predict_proba(self, images: Images) -> NDArray[np.float64]:
-        """P(class | image), one row an image, columns as in `classes_`."""
-        probabilities: NDArray[np.float64] = self.log_probabilities(images).exp().numpy()
-        return probabilities
+        The classes' statistics and exemplars are refreshed; nothing is trained, and other tasks stay as they are.
+        """
+        task = self._given(images, labels, "update")
+        new = [c for c in task.classes if c not in self.classes_]
+        if new:
+            raise TplError(
+                f"Not known yet: {', '.join(new)}. Only images of known classes update a model; learn new classes "
+                "as a task of their own."
+            )
+        counts = per_class(task.train, task.classes)
+        task = _only(task, [c for c, n in zip(task.classes, counts, strict=True) if n])
+        entries = self._noted()
+        seen = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another choice at each update
+        train, rest = hold_out(task, held_out, [self.method.seed, seen])
+        held = self.method.samples_of(rest, silent)
+        self.method.update(replace(task, train=train, test=None), held, listen)
+        trained, apart = (dict(zip(task.classes, per_class(part, task.classes), strict=True)) for part in (train, rest))
+        self._entries = [
+            entry.updated(trained, apart) if set(entry.classes) & set(task.classes) else entry for entry in entries
+        ]
+        return self
 
-    def predict(self, images: Images) -> list[str]:
-        """The most probable class of every image."""
-        best = self.log_probabilities(images).argmax(dim=1)
-        return [self.classes_[i] for i in best.tolist()]
+    def remove(self, name: str) -> Self:
+        """Forget a class: its exemplars, mean, head row and held-out images are gone, from disk with the next `save`.
 
-    def prepare(self, images: Images) -> Tensor:
-        """Images as the encoder takes them: uint8 `[n, 3, size, size]`."""
-        if not isinstance(images, ImageSet):
-            images = _Loose(list(images))
-        return self.method.preprocess.batch(images)
+        What was trained on several classes together stays, and so do the answers among them. If it was the last class
+        of its task, the task is no longer asked; the units its mask claimed stay in use, as others may share them.
+        """
+        entries = [entry.without(name) for entry in self._noted()]
+        self.method.remove(name)
+        self._entries = [entry for entry in entries if entry.classes]
+        return self
+
+    def rename(self, old: str, new: str) -> Self:
+        """Give a class another name."""
+        entries = [entry.renamed(old, new) for entry in self._noted()]
+        self.method.rename(old, new)
+        self._entries = entries
+        return self
+
+    def _given(self, images: Task | Path | str | Images, labels: Sequence[str] | None, name: str | None) -> Task:
+        taken = {entry.name for entry in self._noted()}
+        if name is not None and name in taken and not self.method.cumulative:
+            raise TplError(f"There is a task '{name}' already; choose another name.")
+        fallback = f"task {len(taken) + 1}"
+        if isinstance(images, (str, Path)):
+            fallback = Path(images).resolve().stem or fallback
+        task = as_task(images, labels, name or fallback)
+        if not len(task.train):
+            raise TplError("There are no images to learn from.")
+        chosen = name or task.name
+        number = 2
+        while not self.method.cumulative and name is None and chosen in taken:
+            chosen, number = f"{task.name} {number}", number + 1
+        return replace(task, name=chosen)
+
+    def _refuse_known(self, task: Task) -> None:
+        known = [] if self.method.cumulative else [c for c in task.classes if c in self.classes_]
+        if not known:
+            return
+        new = [c for c in task.classes if c not in known]
+        if not new:
+            raise TplError(f"Already learned: {', '.join(known)}. To add images of known classes, use update.")
+        raise TplError(
+            f"Already learned: {', '.join(known)}; new: {', '.join(new)}. A task must bring new classes only: learn "
+            "the new ones by themselves, and add the images of known ones with update."
+        )
+
+    def _judged(self, entry: TaskEntry, held: Samples) -> TaskEntry:
+        """How well the newest task's held-out images are told apart, among all classes."""
+        truth = held.labels.cpu() + len(self.classes_) - len(entry.classes)
+        guess = self.method.log_probabilities(held.pixels).argmax(dim=1).cpu()
+        names = self.classes_
+        wrong = Counter((names[t], names[g]) for t, g in zip(truth.tolist(), guess.tolist(), strict=True) if t != g)
+        accuracy = float((truth == guess).double().mean())
+        return replace(entry, accuracy=accuracy, confusions=tuple((t, g, n) for (t, g), n in wrong.most_common()))
+
+    # Storage
 
     def save(self, path: Path | str) -> None:
         """Write the model directory, or bring it up to date, in one step that cannot half-happen."""
         store = ModelStore(path)
         with store.writing():
+            place, commits = self._origin or (None, 0)
+            if place == store.path.resolve() and store.exists() and store.header()["commits"] != commits:
+                raise StoreError(f"{path} was changed by another process meanwhile; load it and do this again.")
             memory = self.method.memory.state() if self.method.memory is not None else {}
             store.commit(self._header(), self.method.state(), memory)
+            self._origin = store.path.resolve(), int(store.header()["commits"])
+
+    @classmethod
+    @contextmanager
+    def changing(cls, path: Path | str, **loading: Any) -> Iterator[Self]:
+        """Load a model, let it be changed, and save it; nobody else can write it meanwhile.
+
+        with Learner.changing("model") as learner:
+            learner.rename("cat", "tabby")
+        """
+        with ModelStore(path).existing():
+            learner = cls.load(path, **loading)
+            yield learner
+            learner.save(path)
 
     @classmethod
     def load(
@@ -103,7 +222,8 @@ class Learner:
         compile: str = "auto",
     ) -> Self:
         """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
-        header, state, memory = ModelStore(path).read()
+        store = ModelStore(path)
+        header, state, memory = store.read()
         encoder = header["encoder"]
         learner = cls(
             header["method"],
@@ -121,10 +241,13 @@ class Learner:
                 f"{encoder['sha256'][:12]}..., found {learner.method.encoder.sha256[:12]}...). "
                 f"Pass the right file with --weights."
             )
-        learner.method.task_classes_ = [tuple(task["classes"]) for task in header["tasks"]]
+        learner._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
+        learner.method.task_classes_ = [entry.classes for entry in learner._entries]
+        learner.method.removed_tasks = header.get("removed_tasks", 0)
         if learner.method.memory is not None and memory:
             learner.method.memory.load_state(memory)
         learner.method.load_state(state)
+        learner._origin = store.path.resolve(), int(header["commits"])
         return learner
 
     def _header(self) -> dict[str, Any]:
@@ -141,41 +264,27 @@ class Learner:
                 "fingerprint": method.encoder.fingerprint,
                 "weights": str(file.resolve()) if file else None,
             },
-            "tasks": [{"classes": list(classes)} for classes in method.task_classes_],
+            "removed_tasks": method.removed_tasks,
+            "tasks": [entry.to_dict() for entry in self._noted()],
         }
 
 
-class _Loose(ImageSet):
-    """Images as a program holds them: paths, Pillow images or arrays, without labels."""
+def load(
+    path: Path | str,
+    weights: Path | str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    compile: str = "auto",
+) -> Learner:
+    """The learner in a model directory."""
+    return Learner.load(path, weights, device, precision, compile)
 
-    def __init__(self, images: list[Any]) -> None:
-        self.images = images
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.zeros(len(self.images), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def load(self, index: int) -> Image.Image:
-        image = self.images[index]
-        if isinstance(image, (str, Path)):
-            return FileImages([Path(image)]).load(0)
-        if isinstance(image, Image.Image):
-            return to_rgb(image)
-        array = np.asarray(image)
-        try:
-            return to_rgb(Image.fromarray(array))
-        except (TypeError, ValueError) as error:
-            raise UnreadableImage(
-                f"{self.name(index)} is no picture ({array.dtype} of shape {list(array.shape)}); "
-                "give a path, a Pillow image, or a uint8 array of shape [h, w], [h, w, 3] or [h, w, 4]."
-            ) from error
-
-    def name(self, index: int) -> str:
-        image = self.images[index]
-        return str(image) if isinstance(image, (str, Path)) else f"image {index}"
-
-    def identity(self, index: int) -> bytes:
-        return self.load(index).tobytes()
+def _only(task: Task, classes: Sequence[str]) -> Task:
+    """A task without the classes that have no images."""
+    if len(classes) == len(task.classes):
+        return task
+    labels = task.train.labels
+    numbers = {task.classes.index(c): i for i, c in enumerate(classes)}
+    train = relabelled(task.train, np.arange(len(labels)), np.array([numbers[n] for n in labels.tolist()]))
+    return Task(task.name, tuple(classes), train)

@@ -101,6 +101,44 @@ class Memory:
             self._prepared = torch.cat([*(rows.to(new.device) for rows in old), new])
         return kept
 
+    def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
+        """Draw the exemplars of some classes anew from the old ones and from more `images`, by class.
+
+        `seen` says how many images a class had before: an old exemplar stands for several, and the policy ranks all of
+        them together with the new ones. Returns for every row of the memory which row it was before, or -1 if new.
+        """
+        before = self._rows()
+        fresh: dict[int, tuple[list[bytes], list[int]]] = {}
+        quotas = self.quotas(len(self.exemplars))
+        for c, more in images.items():
+            old = list(zip(self.exemplars[c], before[c], strict=True))
+            rng = np.random.default_rng([self.seed, c, seen[c], len(more)])
+            drawn: list[tuple[bytes, int]] = []
+            for i in POLICIES[self.policy](seen[c] + len(more), rng).tolist():
+                if len(drawn) == quotas[c]:
+                    break
+                if i >= seen[c]:
+                    drawn.append((encode(preprocess.shrink(more.load(i - seen[c]))), -1))
+                elif old:  # one of the old images: the next of those that are left of them
+                    drawn.append(old.pop(0))
+            fresh[c] = [image for image, _ in drawn], [row for _, row in drawn]
+        for c, (exemplars, rows) in fresh.items():
+            self.exemplars[c], before[c] = exemplars, rows
+        self._prepared = None
+        return torch.tensor([row for rows in before for row in rows], dtype=torch.long)
+
+    def remove(self, c: int) -> Tensor:
+        """Drop a class and its exemplars; later classes move up. Returns which rows stayed."""
+        before = self._rows()
+        del self.exemplars[c], before[c]
+        self._prepared = None
+        return torch.tensor([row for rows in before for row in rows], dtype=torch.long)
+
+    def _rows(self) -> list[list[int]]:
+        """The row numbers of every class."""
+        bounds = [0, *itertools.accumulate(len(images) for images in self.exemplars)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
     def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
         """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class.
 

@@ -175,3 +175,44 @@ def test_state_is_all_that_scoring_needs() -> None:
     md = fitted(z, y)
     again = Mahalanobis().load_state(md.state())
     assert torch.equal(again.score_features(z, z), md.score_features(z, z))
+
+
+@pytest.mark.parametrize("shrinkage", ["none", "oas", "auto"])
+@pytest.mark.parametrize("first", [9, 30, 200])
+def test_merged_statistics_are_those_of_all_samples_at_once(shrinkage: str, first: int) -> None:
+    z, y = data(n=400)
+    merged = fitted(z[:first], y[:first], shrinkage).merge(z[first:300], y[first:300]).merge(z[300:], y[300:])
+    at_once = fitted(z, y, shrinkage)
+    assert torch.equal(merged.counts_, at_once.counts_)
+    for name in ("means_", "scatter_"):
+        torch.testing.assert_close(getattr(merged, name), getattr(at_once, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(merged.distances(z), at_once.distances(z), rtol=1e-7, atol=1e-7)
+
+
+def test_a_class_without_new_samples_keeps_its_centre() -> None:
+    z, y = data(n=90)
+    md = fitted(z, y)
+    before = md.means_.clone()
+    md.merge(z[y == 1] + 1, torch.ones(int((y == 1).sum()), dtype=torch.long))
+    assert torch.equal(md.means_[[0, 2]], before[[0, 2]])
+    torch.testing.assert_close(md.means_[1], before[1] + 0.5)
+
+
+def test_what_began_with_one_sample_a_class_ends_as_if_all_had_come_at_once() -> None:
+    """The spread that stood in for the missing one leaves no trace."""
+    z, y = data(n=60)
+    firsts = torch.stack([torch.nonzero(y == c)[0, 0] for c in range(3)])
+    rest = torch.ones(60, dtype=torch.bool)
+    rest[firsts] = False
+    merged = fitted(z[firsts], y[firsts]).merge(z[rest], y[rest])
+    torch.testing.assert_close(merged.distances(z), fitted(z, y).distances(z), rtol=1e-7, atol=1e-7)
+
+
+def test_a_forgotten_class_leaves_the_others_distances_as_they_were() -> None:
+    z, y = data(n=90)
+    md = fitted(z, y)
+    before = md.distances(z)
+    assert torch.equal(md.forget(1).distances(z), before[:, [0, 2]])
+    md.merge(z[y == 2], torch.ones(int((y == 2).sum()), dtype=torch.long))  # it goes on without it
+    assert md.counts_.tolist() == [int((y == 0).sum()), 2 * int((y == 2).sum())]
+    assert int(md.pooled_) == 90 + int((y == 2).sum())

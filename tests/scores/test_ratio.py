@@ -211,7 +211,7 @@ def test_skipping_leaves_a_memory_sample_out() -> None:
 def test_state_and_memory_restore_the_score_bit_for_bit(choices: dict[str, Any]) -> None:
     score = fitted(**choices)
     state = score.state()
-    assert sorted(state) == ["means_", "scales_", "whitening_"]
+    assert sorted(state) == ["counts_", "means_", "pooled_", "scales_", "scatter_", "whitening_"]
     again = LikelihoodRatio(RatioConfig(**choices)).load_state(state).refresh(OWN, OTHERS, OTHERS_Y)
     assert torch.equal(again.score_features(QUERY, QUERY_F), score.score_features(QUERY, QUERY_F))
 
@@ -258,3 +258,41 @@ def test_impossible_choices_are_explained(choices: dict[str, Any], words: list[s
 def test_every_score_is_listed_under_its_name() -> None:
     assert set(SCORES) == {"tpl", "md", "knn", "mls", "msp", "ebo"}
     assert all(SCORES[name].name == name and SCORES[name].summary for name in SCORES)
+
+
+def test_knownness_is_the_scaled_distance_score_whatever_the_choices() -> None:
+    g = torch.Generator().manual_seed(0)
+    z, logits = torch.randn(60, 4, generator=g), torch.randn(60, 3, generator=g) + 2
+    y = torch.arange(60) % 3
+    plain = LikelihoodRatio().fit_features(z, logits, y)
+    other = LikelihoodRatio(RatioConfig(logit="ebo", compose="and", in_task="knn", beta1=3.0)).fit_features(
+        z, logits, y
+    )
+    md = plain.centres.score_features(z, logits)
+    expected = md / md.mean()
+    torch.testing.assert_close(plain.knownness(z, logits), expected)
+    torch.testing.assert_close(other.knownness(z, logits), expected)
+    before = plain.knownness(z, logits)
+    plain.refresh(z[:5], z[5:])  # a later task's memory
+    assert torch.equal(plain.knownness(z, logits), before)
+
+
+def test_merged_scales_are_means_over_all_samples() -> None:
+    g = torch.Generator().manual_seed(1)
+    z, logits = torch.randn(90, 4, generator=g), torch.randn(90, 3, generator=g) + 4
+    y = torch.arange(90) % 3
+    merged = LikelihoodRatio().fit_features(z[:60], logits[:60], y[:60]).merge(z[60:], logits[60:], y[60:])
+    at_once = LikelihoodRatio().fit_features(z, logits, y)
+    torch.testing.assert_close(merged.scales_[:-1], at_once.scales_[:-1])  # logit scores: exactly
+    torch.testing.assert_close(merged.scales_[-1], at_once.scales_[-1], rtol=0.3, atol=0)  # MD: by old distances
+    assert merged.counted(0) == at_once.counted(0) == 30
+
+
+def test_statistics_of_an_early_version_cannot_be_merged_but_score() -> None:
+    z = torch.randn(60, 4, generator=torch.Generator().manual_seed(2))
+    y = torch.arange(60) % 3
+    score = LikelihoodRatio().fit_features(z, z, y)
+    early = LikelihoodRatio().load_state({k: score.state()[k] for k in ("means_", "whitening_", "scales_")})
+    assert torch.equal(early.knownness(z, z), score.knownness(z, z))
+    with pytest.raises(TplError, match="earlier version"):
+        early.counted(0)

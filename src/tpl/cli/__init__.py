@@ -8,7 +8,8 @@ from importlib import import_module
 
 from tpl.cli.app import app, main
 
-for _name in ("bench", "reproduce", "about"):  # in the order of `tpl --help`
+# In the order of `tpl --help`.
+for _name in ("model_learn", "model_predict", "model", "model_evaluate", "serve", "bench", "reproduce", "about"):
     import_module(f"tpl.cli.{_name}")
 
 __all__ = ["app", "main"]

@@ -35,6 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; auto takes the first GPU if there is one.")]
 Download = Annotated[bool, typer.Option(help="Download the data set if it is not there.")]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, as `tpl learn` makes it.")]
 Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 Weights = Annotated[Path | None, typer.Option(help="Encoder weights: a .safetensors file or a torch state dict.")]

@@ -21,6 +21,7 @@ from tpl.engine import Compute, Event, Inference, Listener, Samples
 from tpl.methods.base import Method
 from tpl.methods.lessons import Lesson, learn_lessons
 from tpl.nets import Adapters, AdapterStack, Encoder, hat
+from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task
 
 NEARLY_FULL = 0.95
@@ -46,6 +47,19 @@ class Outputs(NamedTuple):
     logits: Tensor  # [n, own classes]
 
 
+class HeldOut(NamedTuple):
+    """Images that were not trained on, as their own task's model sees them."""
+
+    features: Tensor  # [n, dim]
+    labels: Tensor  # [n], the task's own classes
+
+    def without(self, own: int) -> HeldOut:
+        """All but one class; later ones move up."""
+        kept = self.labels != own
+        labels = self.labels[kept]
+        return HeldOut(self.features[kept], labels - (labels > own).long())
+
+
 class TaskModel(nn.Module):
     """What one task owns."""
 
@@ -60,6 +74,13 @@ class TaskModel(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """All outputs of the head, others included."""
         return F.linear(features, self.head_weight, self.head_bias)
+
+    def drop(self, row: int) -> None:
+        """Remove one output of the head."""
+        kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
+        self.own -= row < self.own
+        for name in ("head_weight", "head_bias"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach()[kept], requires_grad=False))
 
 
 class Bank:
@@ -77,6 +98,7 @@ class Bank:
         self.adapters: Adapters = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
+        self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
         self._features = Inference(
             lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
             compute,
@@ -95,11 +117,19 @@ class Bank:
             features = self._features(pixels, model.norms, *weights)
             return Outputs(features, model.logits(features)[:, : model.own])
 
+    def restart(self, retired: Tensor | None) -> None:
+        """Hold no task, with the units of tasks long gone in use."""
+        self.tasks, self.used, self.retired = [], retired, retired
+
     def add(self, model: TaskModel) -> None:
         """Take up a finished task: freeze it and claim its units."""
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
-        mask = self.mask(len(self.tasks) - 1)
-        self.used = mask if self.used is None else torch.maximum(self.used, mask)
+        self.used = _joined(self.used, self.mask(len(self.tasks) - 1))
+
+    def retire(self, task: int) -> None:
+        """Let a task go. Its units stay in use: other tasks may share them, and none may move them."""
+        self.retired = _joined(self.retired, self.mask(task))
+        del self.tasks[task]
 
     def capacity(self) -> dict[str, float]:
         """How full the network is: the share of units in use, and of adapter weights that are frozen."""
@@ -127,6 +157,10 @@ class Bank:
             listen(Event("warning", {"text": text}))
 
 
+def _joined(used: Tensor | None, mask: Tensor) -> Tensor:
+    return mask if used is None else torch.maximum(used, mask)
+
+
 class BankMethod(Method):
     """A method that asks every task's model and then weighs what they say.
 
@@ -135,6 +169,8 @@ class BankMethod(Method):
     """
 
     bank: Bank
+    held_: list[HeldOut]  # one entry a task; empty where nothing was held out
+    _held_scores: list[Tensor] | None = None  # their knownness, sorted, once somebody has asked
 
     @abstractmethod
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
@@ -151,6 +187,10 @@ class BankMethod(Method):
     @abstractmethod
     def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
         """log P(class | image) from every task's outputs; `scores` are their task scores if already computed."""
+
+    @abstractmethod
+    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+        """How sure a task is to know each image, by what no later task can change, `[n]`."""
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train the task's model and conclude."""
@@ -170,3 +210,37 @@ class BankMethod(Method):
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """log P(class | image) by asking every task."""
         return self.log_probabilities_of(self.outputs(pixels))
+
+    # Images held out of training: what tells known from unknown ones
+
+    def hold_out(self, held: Samples) -> None:
+        """Keep the features of the newest task's held-out images."""
+        self._extend_held_out(len(self.bank.tasks) - 1, held)
+
+    def _extend_held_out(self, task: int, held: Samples) -> None:
+        features, before = self.bank.outputs(held.pixels, task).features, self.held_[task]
+        labels = held.labels.to(before.labels.device)
+        self.held_[task] = HeldOut(torch.cat([before.features, features]), torch.cat([before.labels, labels]))
+        self._held_scores = None
+
+    def held_out_knownness(self, task: int) -> Tensor:
+        """Knownness of a task's held-out images under its own model, sorted."""
+        features, model = self.held_[task].features, self.bank.tasks[task]
+        with torch.no_grad():
+            logits = model.logits(features)[:, : model.own]
+            return self.knownness(task, Outputs(features, logits)).sort().values
+
+    def unknown_scores_of(self, outputs: list[Outputs]) -> Tensor:
+        """1 - the largest conformal p-value of any task, from every task's outputs."""
+        tasks = range(len(self.bank.tasks))
+        if self._held_scores is None:
+            self._held_scores = [self.held_out_knownness(t) for t in tasks]
+        return unknown_scores([self.knownness(t, outputs[t]) for t in tasks], self._held_scores)
+
+    def unknown_scores(self, pixels: Tensor) -> Tensor:
+        """How little each image looks like any class learned, by asking every task."""
+        return self.unknown_scores_of(self.outputs(pixels))
+
+    def smallest_rejected_share(self) -> float:
+        """The smallest share of known images at which any image can be rejected at all."""
+        return smallest_share([held.labels for held in self.held_])

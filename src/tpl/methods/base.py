@@ -25,8 +25,9 @@ from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.nets import Encoder
 from tpl.state import State
-from tpl.stream import Preprocess, Task
+from tpl.stream import ImageSet, Preprocess, Task
 
+NOT_COUNTED = ("memory.", "held.", "score.scatter_")
 WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are
 
 
@@ -50,6 +51,7 @@ class Method(ABC):
             encoder.fuse()
             self.normalise = torch.compile(self.normalise)
         self.task_classes_: list[tuple[str, ...]] = []
+        self.removed_tasks = 0  # tasks that lost all their classes; their random numbers are not drawn again
 
     # What a method must say
 
@@ -72,12 +74,35 @@ class Method(ABC):
     def load_state(self, state: State) -> None:
         """Take up what `state` gave. `task_classes_` and the memory are already in place."""
 
+    # What a method may say
+
+    def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods have no use for them)
+        """Note what the newest task's model says of images held out of its training, where that is of use."""
+
+    def unknown_scores(self, pixels: Tensor) -> Tensor:
+        """How little each image looks like any class learned, `[n]` in [0, 1]."""
+        raise TplError(f"The method '{self.name}' cannot tell unknown images: it has no task scores. Use tpl.")
+
+    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
+        """Take up more images of known classes."""
+        raise TplError(
+            f"The method '{self.name}' cannot take up more images of classes it knows; tpl can. "
+            "Or learn them in a new model, with all images of the class."
+        )
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop class `own` of a task, the `number`-th of all; `task_classes_` is already without it."""
+        raise TplError(f"The method '{self.name}' cannot remove a class.")
+
     def parameters(self) -> int:
-        """Size of the network with everything a task keeps, in numbers, without the memory or what it derives."""
+        """Size of the network with everything a task keeps, in numbers, without the memory or what it derives.
+
+        The scatter behind a whitening matrix says the same once more, and held-out images only serve to judge.
+        """
         trunk = sum(p.numel() for p in self.encoder.parameters())
         state = self.state()
         kept = [(k, t) for part in (state.shared, *state.tasks) for k, t in part.items()]
-        return trunk + sum(t.numel() for k, t in kept if not k.startswith("memory."))
+        return trunk + sum(t.numel() for k, t in kept if not k.startswith(NOT_COUNTED))
 
     # What every method gets
 
@@ -86,13 +111,52 @@ class Method(ABC):
         """All classes seen, in the order of arrival."""
         return [c for classes in self.task_classes_ for c in classes]
 
-    def learn(self, task: Task, listen: Listener = silent) -> None:
+    def learn(self, task: Task, listen: Listener = silent, held: Samples | None = None) -> None:
         """Learn one more task, or stay as before if that fails or is interrupted.
 
-        The task's classes must be new (a cumulative method starts afresh instead).
+        The task's classes must be new (a cumulative method starts afresh instead). `held` are images of them that are
+        not trained on.
         """
         with self.learning(task, listen) as samples:
             self.learn_task(task, samples, listen)
+            if held is not None and len(held):
+                self.hold_out(held)
+
+    def update(self, task: Task, held: Samples, listen: Listener = silent) -> None:
+        """Take up more images of known classes, or stay as before if that fails or is interrupted."""
+        listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
+        samples = self.samples(task, listen)
+        with self._attempt():
+            self.update_classes(task, samples, held)
+
+    def remove(self, name: str) -> None:
+        """Forget one class; the last class of a task takes the task with it."""
+        task, own = self.place_of(name)
+        if len(self.classes_) == 1:
+            raise TplError(f"'{name}' is the only class; a model needs at least one. Delete the model instead.")
+        number = self.classes_.index(name)
+        left = [tuple(c for c in classes if c != name) for classes in self.task_classes_]
+        with self._attempt():
+            self.task_classes_ = [classes for classes in left if classes]
+            self.remove_class(task, own, number)
+        self.removed_tasks += len(left) - len(self.task_classes_)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a class another name."""
+        self.place_of(old)
+        if not new.strip():
+            raise TplError(f"The new name of '{old}' is empty.")
+        if new != old and new in self.classes_:
+            raise TplError(f"There is a class '{new}' already; class names must be unique.")
+        self.task_classes_ = [tuple(new if c == old else c for c in classes) for classes in self.task_classes_]
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """The number of a class's task, and its own number within that."""
+        for task, classes in enumerate(self.task_classes_):
+            if name in classes:
+                return task, classes.index(name)
+        known = ", ".join(self.classes_[:20]) + (", ..." if len(self.classes_) > 20 else "")
+        raise TplError(f"There is no class '{name}'; there are {known or 'none yet'}.")
 
     @contextmanager
     def learning(self, task: Task, listen: Listener) -> Iterator[Samples]:
@@ -106,12 +170,18 @@ class Method(ABC):
             raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
         listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, listen)
-        before = self._snapshot()
-        try:
+        with self._attempt():
             if self.cumulative:
                 self.task_classes_ = []
             yield samples
             self.task_classes_ = [*self.task_classes_, task.classes]
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """All that happens inside, or nothing of it."""
+        before = self._snapshot()
+        try:
+            yield
         except BaseException:
             self._restore(before)
             raise
@@ -130,14 +200,18 @@ class Method(ABC):
 
     def samples(self, task: Task, listen: Listener) -> Samples:
         """The task's training images, decoded and resized once, on the compute device if they fit."""
-        count, device = len(task.train), self.compute.device
+        return self.samples_of(task.train, listen)
+
+    def samples_of(self, images: ImageSet, listen: Listener) -> Samples:
+        """Any labelled images, decoded and resized once, on the compute device if they fit."""
+        count, device = len(images), self.compute.device
         fits = self.compute.room_for(count * self.preprocess.bytes_per_image)
         pixels = self.preprocess.batch(
-            task.train,
+            images,
             lambda n: listen(Event("prepare", {"done": n, "images": count})),
             device if fits else None,
         )
-        labels = torch.tensor(np.asarray(task.train.labels), dtype=torch.long)
+        labels = torch.tensor(np.asarray(images.labels), dtype=torch.long)
         return Samples(pixels, labels.to(self.compute.device))
 
     def generator(self, purpose: str, task: int | None = None) -> torch.Generator:
@@ -145,7 +219,7 @@ class Method(ABC):
 
         So a run that was interrupted and resumed draws the same numbers as one that was not.
         """
-        number = len(self.task_classes_) if task is None else task
+        number = len(self.task_classes_) + self.removed_tasks if task is None else task
         mixed = np.random.SeedSequence([self.seed, number, zlib.crc32(purpose.encode())])
         return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
 

@@ -44,6 +44,12 @@ class Network(nn.Module):
         self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
         self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
 
+    def drop(self, row: int) -> None:
+        """Remove one class's row of the head."""
+        kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
+        self.head_weight = nn.Parameter(self.head_weight.detach()[kept])
+        self.head_bias = nn.Parameter(self.head_bias.detach()[kept])
+
     def features(self, images: Tensor) -> Tensor:
         """Features of normalised images."""
         z: Tensor = self.trunk[0](images, self.norms, self.adapters.weights, dtype=self.compute.dtype)
@@ -107,6 +113,10 @@ class NetworkMethod(Method):
         """Softmax over all classes so far."""
         logits = Inference(self.network, self.compute, self.normalise)(pixels)
         return logits.double().log_softmax(dim=1)
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop the class's row of the head."""
+        self.network.drop(number)
 
     def state(self) -> State:
         """Everything is shared: there is one network."""

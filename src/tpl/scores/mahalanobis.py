@@ -26,6 +26,11 @@ class Mahalanobis(Score):
 
     means_: Tensor
     whitening_: Tensor
+    # What a later merge needs: images per class, images behind the scatter (those of classes since removed included),
+    # and the upper triangle of the summed squared deviations from the class means.
+    counts_: Tensor
+    pooled_: Tensor
+    scatter_: Tensor
 
     def __init__(self, shrinkage: str = "auto") -> None:
         self.shrinkage = shrinkage
@@ -33,10 +38,44 @@ class Mahalanobis(Score):
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
         """Class means and the inverse root of the pooled within-class covariance (divided by n)."""
         z = z.double()
-        present, y = y.unique(return_inverse=True)  # a class without samples has no centre
-        one_hot = torch.nn.functional.one_hot(y, len(present)).double()
-        self.means_ = (one_hot.T @ z) / one_hot.sum(dim=0).unsqueeze(1)
-        self.whitening_ = inverse_root(self._covariance(_spread(z, self.means_[y])))
+        y = y.unique(return_inverse=True)[1]  # a class without samples has no centre
+        self.counts_, self.means_ = class_means(z, y, int(y.max()) + 1)
+        deviations = z - self.means_[y]
+        self.pooled_ = self.counts_.sum()
+        return self._whiten(deviations.T @ deviations)
+
+    def merge(self, z: Tensor, y: Tensor) -> Self:
+        """Take up more samples of classes with a centre: the same statistics as if all had come at once.
+
+        Means and scatter of two groups join exactly (Chan, Golub and LeVeque, 1979), so the old samples are not needed.
+        """
+        z = z.double()
+        count, mean = class_means(z, y, len(self.means_))
+        apart = torch.where(count.unsqueeze(1) > 0, mean - self.means_, 0)
+        both = self.counts_ + count
+        deviations = z - mean[y]
+        between = (apart.T * (self.counts_ * count / both.clamp_min(1))) @ apart
+        scatter = _unpacked(self.scatter_, z.shape[1]) + deviations.T @ deviations + between
+        self.means_ = self.means_ + apart * (count / both.clamp_min(1)).unsqueeze(1)
+        self.counts_, self.pooled_ = both, self.pooled_ + len(z)
+        return self._whiten(scatter)
+
+    def forget(self, c: int) -> Self:
+        """Drop the centre of one class. What is pooled over all classes stays: it belongs to no single one."""
+        kept = torch.arange(len(self.means_), device=self.means_.device) != c
+        self.means_ = self.means_[kept]
+        if self.mergeable:
+            self.counts_ = self.counts_[kept]
+        return self
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether what a merge needs is here; models of early versions do not have it."""
+        return hasattr(self, "scatter_")
+
+    def _whiten(self, scatter: Tensor) -> Self:
+        self.scatter_ = _packed(scatter)
+        self.whitening_ = inverse_root(self._covariance(scatter))
         return self
 
     def distances(self, z: Tensor) -> Tensor:
@@ -49,28 +88,59 @@ class Mahalanobis(Score):
         """1 / min_c d_c^2, bounded where a feature sits on a centre."""
         return 1 / self.distances(z).amin(dim=1).clamp_min(NEAREST * z.shape[1])
 
-    def _covariance(self, centred: Tensor) -> Tensor:
-        n, d = centred.shape
+    def _covariance(self, scatter: Tensor) -> Tensor:
+        n, d = int(self.pooled_), len(scatter)
+        covariance = _spread(scatter, self.means_, self.counts_) / n
         if self.shrinkage == "oas" or (self.shrinkage == "auto" and n < ENOUGH * d):
-            from sklearn.covariance import oas  # slow to import, and not always needed
-
-            covariance, _ = oas(centred.cpu().numpy(), assume_centered=True)
-            return torch.from_numpy(covariance).to(centred)
-        return centred.T @ centred / n
+            return _shrunk(covariance, n)
+        return covariance
 
 
-def _spread(z: Tensor, centres: Tensor) -> Tensor:
-    """Deviations that a covariance can be made of.
+def class_means(z: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Samples and mean per class; the mean of a class without samples is zero."""
+    one_hot = torch.nn.functional.one_hot(y, classes).double()
+    counts = one_hot.sum(dim=0)
+    return counts, (one_hot.T @ z) / counts.clamp_min(1).unsqueeze(1)
 
-    With one image a class nothing deviates from its own centre; then the spread of all images stands in, and
+
+def _spread(scatter: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+    """A scatter that a covariance can be made of.
+
+    With one image a class nothing deviates from its own centre; then the spread of the centres stands in, and
     with one image in all, its own size.
     """
-    for deviations in (z - centres, z - z.mean(dim=0)):
-        if bool(deviations.any()):
-            return deviations
-    size = z.square().mean().sqrt().clamp_min(1e-12)
-    alike: Tensor = size * z.shape[1] ** 0.5 * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+    if bool(scatter.any()):
+        return scatter
+    n = counts.sum()
+    deviations = means - (counts @ means) / n
+    if bool(deviations.any()):
+        return (deviations.T * counts) @ deviations
+    size = means.square().mean().clamp_min(1e-24)
+    alike: Tensor = n * size * torch.eye(means.shape[1], dtype=means.dtype, device=means.device)
     return alike
+
+
+def _shrunk(covariance: Tensor, n: int) -> Tensor:
+    """The oracle approximating shrinkage estimate (Chen et al., 2010), from the covariance alone."""
+    d = len(covariance)
+    alpha, mu = covariance.square().mean(), covariance.trace() / d
+    apart = (n + 1) * (alpha - mu.square() / d)
+    share = torch.where(apart > 0, (alpha + mu.square()) / apart.clamp_min(1e-300), 1.0).clamp_max(1.0)
+    return (1 - share) * covariance + share * mu * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+
+
+def _packed(symmetric: Tensor) -> Tensor:
+    """The upper triangle in a row: half the space."""
+    rows, columns = torch.triu_indices(*symmetric.shape, device=symmetric.device)
+    return symmetric[rows, columns]
+
+
+def _unpacked(triangle: Tensor, size: int) -> Tensor:
+    rows, columns = torch.triu_indices(size, size, device=triangle.device)
+    whole = triangle.new_zeros(size, size)
+    whole[rows, columns] = triangle
+    whole[columns, rows] = triangle
+    return whole
 
 
 def inverse_root(covariance: Tensor) -> Tensor:

@@ -60,8 +60,6 @@ class LikelihoodRatio(Score):
     name = "tpl"
     summary = "likelihood ratio (MD against kNN over other tasks' memory) composed with the maximum logit"
 
-    means_: Tensor
-    whitening_: Tensor
     scales_: Tensor
 
     def __init__(self, config: RatioConfig | None = None) -> None:
@@ -75,12 +73,39 @@ class LikelihoodRatio(Score):
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
         """Statistics of the task: centres, covariance, and the mean of every score (Eq. 10)."""
         self.centres.fit_features(z, logits, y)
-        self.means_, self.whitening_ = self.centres.means_, self.centres.whitening_
-        parts = [positive_mean(score().score_features(z, logits)) for score in LOGITS.values()]
-        parts.append(positive_mean(self.centres.score_features(z, logits)))
-        self.scales_ = torch.stack(parts)
+        self.scales_ = self._means_of_scores(z, logits)
         nobody = z[:0]
         return self.refresh(own=nobody, others=nobody if others is None else others)
+
+    def merge(self, z: Tensor, logits: Tensor, y: Tensor) -> Self:
+        """Take up more samples of the task's classes; labels `y` count its classes as they are now."""
+        before = self.centres.pooled_
+        self.centres.merge(z, y)
+        share = len(z) / (before + len(z))
+        self.scales_ = (1 - share) * self.scales_ + share * self._means_of_scores(z, logits)
+        return self
+
+    def counted(self, c: int) -> int:
+        """How many samples of a class the statistics hold."""
+        if not self.centres.mergeable:
+            raise TplError(
+                "This task was learned by an earlier version of tpl, which kept too little of it to add images. "
+                "Learn it in a new model to update it later."
+            )
+        return int(self.centres.counts_[c])
+
+    def knownness(self, z: Tensor, logits: Tensor) -> Tensor:
+        """How sure the task is to know an image, by what no later task can change: S_MD, scaled.
+
+        Not S_TPL, which compares tasks: a large logit would make up for a feature that is far from every class. On
+        digits, S_MD alone tells unseen classes from known ones better than any combination with the logits. The same
+        for every choice in `config`, so that values noted once stay comparable.
+        """
+        return self.centres.score_features(z, logits) / self.scales_[-1]
+
+    def _means_of_scores(self, z: Tensor, logits: Tensor) -> Tensor:
+        parts = [positive_mean(score().score_features(z, logits)) for score in LOGITS.values()]
+        return torch.stack([*parts, positive_mean(self.centres.score_features(z, logits))])
 
     def refresh(self, own: Tensor, others: Tensor, others_y: Tensor | None = None) -> Self:
         """Take up the memory as it is now, seen by this task's model: its own and everyone else's."""
@@ -129,11 +154,15 @@ class LikelihoodRatio(Score):
             return -self.others.distances(z, skip)
         return z.new_zeros(len(z), dtype=torch.float64)
 
+    def state(self) -> dict[str, Tensor]:
+        """What was learned, by name."""
+        return super().state() | self.centres.state()
+
     def load_state(self, state: dict[str, Tensor]) -> Self:
         """Statistics from storage; `refresh` brings the memory."""
-        super().load_state(state)
-        self.centres.means_, self.centres.whitening_ = self.means_, self.whitening_
-        nobody = self.means_[:0]
+        self.scales_ = state["scales_"]
+        self.centres.load_state({k: v for k, v in state.items() if k != "scales_"})
+        nobody = self.centres.means_[:0]
         return self.refresh(nobody, nobody)
 
 

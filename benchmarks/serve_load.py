@@ -1,0 +1,168 @@
+"""How many requests a second does `tpl serve` answer, and are all answers right?
+
+    python benchmarks/serve_load.py                      # 50 clients for 60 s
+    python benchmarks/serve_load.py --clients 8 --seconds 10
+
+Teaches a small model of digits, starts `tpl serve` on it as a process of its own, and lets clients, each with a
+connection kept open, send single images one after the other. Every answer is compared with what the model says in
+Python: the class must be the same, the probability to 0.0001. Prints one JSON object; exit code 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from tpl import Learner
+from tpl.stream import load_source
+
+BOUNDARY = "a-line-between-the-parts"
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Tally:
+    """What one client has seen."""
+
+    seconds: list[float] = field(default_factory=list)
+    errors: int = 0
+    wrong: int = 0
+
+
+def teach(path: Path, tasks: int) -> Learner:
+    """A model of the digits, two a task."""
+    source = load_source("digits", None, False)
+    learner = Learner(latent=8, epochs=2, memory=100)
+    for t in range(tasks):
+        rows = np.flatnonzero(np.isin(source.train.labels, (2 * t, 2 * t + 1)))[:80]
+        labels = [source.class_names[int(source.train.labels[i])] for i in rows]
+        learner.learn([source.train.load(int(i)) for i in rows], labels, name=f"task {t + 1}")
+    learner.save(path)
+    return learner
+
+
+def questions(learner: Learner, count: int) -> list[tuple[bytes, str, float]]:
+    """Request bodies, each with the class and probability that must come back."""
+    source = load_source("digits", None, False)
+    assert source.test is not None
+    images = [source.test.load(i) for i in range(count)]
+    bodies = []
+    for number, image in enumerate(images):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        disposition = f'Content-Disposition: form-data; name="files"; filename="{number}.png"'
+        head = f"--{BOUNDARY}\r\n{disposition}\r\nContent-Type: image/png\r\n\r\n"
+        bodies.append(head.encode() + buffer.getvalue() + f"\r\n--{BOUNDARY}--\r\n".encode())
+    answers = learner.answers(images)
+    return [(body, answer.name, answer.probability) for body, answer in zip(bodies, answers, strict=True)]
+
+
+def client(host: str, port: int, asked: list[tuple[bytes, str, float]], number: int, end: float, tally: Tally) -> None:
+    """Ask one question after the other until the time is over."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    while time.perf_counter() < end:
+        body, name, probability = asked[number % len(asked)]
+        number += 1
+        begun = time.perf_counter()
+        try:
+            connection.request("POST", "/predict", body, headers)
+            response = connection.getresponse()
+            content = json.loads(response.read())
+        except (OSError, ValueError, http.client.HTTPException):
+            tally.errors += 1
+            connection.close()
+            continue
+        tally.seconds.append(time.perf_counter() - begun)
+        if response.status != 200:
+            tally.errors += 1
+            continue
+        answer = content["answers"][0]
+        right = answer["class"] == name and abs(answer["probability"] - probability) < TOLERANCE
+        tally.wrong += not right
+    connection.close()
+
+
+def measure(url: str, asked: list[tuple[bytes, str, float]], clients: int, seconds: float) -> dict[str, Any]:
+    """All clients at once, for some time."""
+    address = urlsplit(url)
+    assert address.hostname and address.port
+    tallies = [Tally() for _ in range(clients)]
+    begun = time.perf_counter()
+    threads = [
+        threading.Thread(
+            target=client, args=(address.hostname, address.port, asked, 7 * n, begun + seconds, tallies[n])
+        )
+        for n in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = time.perf_counter() - begun
+    all_seconds = np.array([s for tally in tallies for s in tally.seconds])
+    points = {f"p{p}_ms": round(1000 * float(np.percentile(all_seconds, p)), 1) for p in (50, 90, 95, 99, 100)}
+    return {
+        "clients": clients,
+        "seconds": round(took, 1),
+        "requests": len(all_seconds),
+        "requests_per_second": round(len(all_seconds) / took, 1),
+        **points,
+        "errors": sum(tally.errors for tally in tallies),
+        "wrong_answers": sum(tally.wrong for tally in tallies),
+    }
+
+
+def batch_size(url: str) -> float:
+    """Images that shared a pass, on average."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    numbers = dict(line.rsplit(" ", 1) for line in lines if line.startswith("tpl_batch_images_"))
+    return float(numbers["tpl_batch_images_sum"]) / float(numbers["tpl_batch_images_count"])
+
+
+def main() -> None:
+    """Teach, serve, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--tasks", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        teach(model, options.tasks)
+        asked = questions(Learner.load(model, device=options.device), 200)
+        command = [sys.executable, "-m", "tpl", "serve", str(model), "--port", "0", "--json"]
+        server = subprocess.Popen([*command, "--device", options.device], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            url = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
+            measure(url, asked, options.clients, 1.0)  # warm
+            result = measure(url, asked, options.clients, options.seconds)
+            result["images_per_pass"] = round(batch_size(url), 1)
+        finally:
+            server.terminate()
+            server.wait()
+    print(json.dumps(result, indent=2))
+    sys.exit(1 if result["errors"] or result["wrong_answers"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What a learner says: of an image, and of the tasks it has learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+ROUNDING = 1e-9  # 1 - 0.05 and 1 - 1/20 are the same share
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one image shows.
+
+    `unknown` is between 0 and 1: of images of known classes, at most a share `a` reach 1 - a. It is 0 where nothing was
+    held out of training, and for methods that cannot tell.
+    """
+
+    name: str
+    probability: float
+    task: str
+    unknown: float
+    top: tuple[tuple[str, float], ...]
+
+    def rejected(self, share: float) -> bool:
+        """Whether to call the image unknown, if that may happen to `share` of the known ones."""
+        return self.unknown >= 1 - share - ROUNDING
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """How a task was learned."""
+
+    name: str
+    classes: tuple[str, ...]
+    images: int  # trained on; 0 if nobody counted
+    held_out: int
+    accuracy: float | None  # on the images held out, among all classes known then
+    learned: str  # date and time, ISO
+    source: str
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """What a model notes of a task: numbers class by class, so that a class can leave or grow."""
+
+    name: str
+    classes: tuple[str, ...]
+    images: tuple[int, ...] = ()
+    held_out: tuple[int, ...] = ()
+    accuracy: float | None = None
+    learned: str = ""
+    source: str = ""
+    confusions: tuple[tuple[str, str, int], ...] = ()  # true, predicted, how often
+
+    @property
+    def record(self) -> TaskRecord:
+        """The entry in sum."""
+        images, held_out = sum(self.images), sum(self.held_out)
+        return TaskRecord(self.name, self.classes, images, held_out, self.accuracy, self.learned, self.source)
+
+    def without(self, name: str) -> Self:
+        """As if a class had not been there; the accuracy stays what was measured then."""
+        kept = [i for i, c in enumerate(self.classes) if c != name]
+        return replace(
+            self,
+            classes=tuple(self.classes[i] for i in kept),
+            images=tuple(self.images[i] for i in kept if self.images),
+            held_out=tuple(self.held_out[i] for i in kept if self.held_out),
+            confusions=tuple(c for c in self.confusions if name not in c[:2]),
+        )
+
+    def renamed(self, old: str, new: str) -> Self:
+        """With another name for a class."""
+
+        def name(c: str) -> str:
+            return new if c == old else c
+
+        return replace(
+            self,
+            classes=tuple(map(name, self.classes)),
+            confusions=tuple((name(true), name(predicted), n) for true, predicted, n in self.confusions),
+        )
+
+    def updated(self, images: dict[str, int], held_out: dict[str, int]) -> Self:
+        """With more images of some classes."""
+
+        def sums(numbers: tuple[int, ...], more: dict[str, int]) -> tuple[int, ...]:
+            numbers = numbers or (0,) * len(self.classes)
+            return tuple(n + more.get(c, 0) for n, c in zip(numbers, self.classes, strict=True))
+
+        return replace(self, images=sums(self.images, images), held_out=sums(self.held_out, held_out))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the header of a model."""
+        return {
+            "name": self.name,
+            "classes": list(self.classes),
+            "images": list(self.images),
+            "held_out": list(self.held_out),
+            "accuracy": self.accuracy,
+            "learned": self.learned,
+            "source": self.source,
+            "confusions": [list(c) for c in self.confusions],
+        }
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any], number: int) -> Self:
+        """From the header of a model; early versions noted the classes alone."""
+        return cls(
+            entry.get("name", f"task {number}"),
+            tuple(entry["classes"]),
+            tuple(entry.get("images", ())),
+            tuple(entry.get("held_out", ())),
+            entry.get("accuracy"),
+            entry.get("learned", ""),
+            entry.get("source", ""),
+            tuple((true, predicted, n) for true, predicted, n in entry.get("confusions", ())),
+        )

@@ -1,0 +1,146 @@
+"""Commands that look at a model or put it in order: show, rename, remove."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tpl.cli.app import AsJson, Device, Model, Weights, app, err, out, print_json
+from tpl.cli.model_words import bytes_on_disk, capacity_text, listed, memory_of, percent, size, unknown_text
+from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.learner import Learner
+
+
+@app.command()
+def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None:
+    """Tell what a model knows: tasks, classes, accuracy when learned, encoder, memory, size. A few seconds.
+
+    Example: `tpl show model`
+    """
+    from tpl.learner import Learner
+
+    learner = Learner.load(model, weights, device="cpu")
+    about = _about(model, learner)
+    if as_json:
+        print_json(about)
+        return
+    table = Table("task", "classes", "images", "held out", "accuracy", "learned", box=None, header_style="bold")
+    for task in about["tasks"]:
+        accuracy = "–" if task["accuracy"] is None else percent(task["accuracy"])
+        learned = task["learned"].replace("T", " ")[:16]
+        names = escape(listed(task["classes"]))
+        table.add_row(escape(task["name"]), names, str(task["images"]), str(task["held_out"]), accuracy, learned)
+    out.print(table)
+    memory, encoder = about["memory"], about["encoder"]
+    facts = {
+        "classes": f"{len(about['classes'])} in {len(about['tasks'])} task{'s' * (len(about['tasks']) > 1)}",
+        "encoder": f"{encoder['name']}, sha256 {encoder['sha256']}",
+        "memory": f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}",
+        "on disk": size(about["bytes"]),
+        "capacity": capacity_text(about["capacity"]),
+        "unknown": unknown_text(about["smallest_reject"]),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, text in facts.items():
+        grid.add_row(f"[bold]{name}[/]", escape(text))
+    out.print("", grid)
+
+
+@app.command()
+def rename(
+    model: Model,
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The class as it is called now.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.")],
+    weights: Weights = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a class another name. Nothing else changes. A few seconds.
+
+    Example: `tpl rename model cat "tabby cat"`
+    """
+    from tpl.learner import Learner
+
+    with Learner.changing(model, weights=weights, device="cpu") as learner:
+        learner.rename(old, new)
+    if as_json:
+        print_json({"model": str(model), "renamed": {"from": old, "to": new}, "classes": learner.classes_})
+        return
+    out.print(f"'{old}' is now called '{new}'.", markup=False, highlight=False)
+
+
+@app.command()
+def remove(
+    model: Model,
+    name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to forget.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    weights: Weights = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Forget a class: its stored images, statistics and name leave the model for good. A few seconds.
+
+    The other classes stay. On a terminal it asks first.
+
+    Example: `tpl remove model cat --yes`
+    """
+    from tpl.store import ModelStore
+
+    if not yes:
+        known = [c for task in ModelStore(model).header()["tasks"] for c in task["classes"]]
+        if name in known and not _confirmed(f"Forget '{name}' for good? Its stored images are deleted."):
+            err.print("Nothing was removed.")
+            raise typer.Exit(1)
+    from tpl.learner import Learner
+
+    with Learner.changing(model, weights=weights, device=device) as learner:
+        learner.remove(name)
+    if as_json:
+        print_json({"model": str(model), "removed": name, "classes": learner.classes_, "bytes": bytes_on_disk(model)})
+        return
+    left = len(learner.classes_)
+    out.print(f"'{name}' is forgotten; {left} classes are left.", markup=False, highlight=False)
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _confirmed(question: str) -> bool:
+    if not _at_terminal():
+        raise TplError("Removing a class cannot be undone: pass --yes where nobody can be asked.")
+    return typer.confirm(question, err=True)
+
+
+def _about(model: Path, learner: Learner) -> dict[str, Any]:
+    """All that `show` tells."""
+    method = learner.method
+    tasks = [
+        {
+            "name": task.name,
+            "classes": list(task.classes),
+            "images": task.images,
+            "held_out": task.held_out,
+            "accuracy": task.accuracy,
+            "learned": task.learned,
+            "source": task.source,
+        }
+        for task in learner.tasks_
+    ]
+    return {
+        "model": str(model),
+        "method": method.name,
+        "classes": learner.classes_,
+        "tasks": tasks,
+        "encoder": {"name": method.encoder.name, "sha256": method.encoder.sha256},
+        "memory": memory_of(learner),
+        "capacity": learner.capacity(),
+        "smallest_reject": learner.rejection_floor(),
+        "bytes": bytes_on_disk(model),
+    }

@@ -1,0 +1,182 @@
+"""The command that measures a model on labelled images: evaluate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tpl.cli.app import AsJson, Device, Download, Model, Weights, app, err, out, print_json
+from tpl.cli.model_words import SHOWN, listed, percent, unknown_text, warn
+from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.learner import Learner
+    from tpl.stream import Labelled
+
+SHARE = 0.05  # of known images that may be taken for unknown
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    place: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Class folders, a zip of them, or a CSV of path,label.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="NAME", help="A known data set's test part instead.")] = None,
+    download: Download = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse images that cannot be read.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Images seen at a time.")] = 256,
+    weights: Weights = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on labelled images: accuracy, by class, and what is taken for what.
+
+    As fast as `tpl predict`. Images of classes that the model does not know count as unknown: how well it tells
+    them from known ones is measured, too. Of a folder with train/ and test/, the latter is taken.
+
+    Examples:
+
+    `tpl evaluate model test-photos/`
+
+    `tpl evaluate model --data digits --json`
+    """
+    from tpl.console import WorkProgress
+    from tpl.learner import Learner
+    from tpl.stream import labelled_images
+
+    given = labelled_images(place, data, download, testing=True)
+    learner = Learner.load(model, weights, device)
+    with WorkProgress(err, quiet=as_json) as progress:
+        progress.begin("evaluating", len(given.images))
+        seen = _see(learner, given, batch, strict, progress.advance)
+    if not seen.truth:
+        raise TplError(f"None of the {len(given.images)} images in {given.origin} can be read: {seen.errors[0]}")
+    report = {"model": str(model), "source": given.origin, **seen.report(learner), "skipped": list(given.skipped)}
+    if as_json:
+        print_json(report)
+        return
+    for text in (*given.skipped, *seen.errors)[:SHOWN]:
+        warn(f"left out: {text}")
+    _print(report)
+
+
+@dataclass
+class Seen:
+    """Every image's true and predicted class and unknown score."""
+
+    truth: list[str] = field(default_factory=list)
+    predicted: list[str] = field(default_factory=list)
+    unknown: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def report(self, learner: Learner) -> dict[str, Any]:
+        """What there is to say of them."""
+        known = set(learner.classes_)
+        pairs = [(t, p) for t, p in zip(self.truth, self.predicted, strict=True) if t in known]
+        confusion = {name: Counter(p for t, p in pairs if t == name) for name in learner.classes_}
+        by_class = {
+            name: {"images": row.total(), "right": row[name], "accuracy": row[name] / row.total()}
+            for name, row in confusion.items()
+            if row
+        }
+        right = sum(t == p for t, p in pairs)
+        wrong = Counter(pair for pair in pairs if pair[0] != pair[1])
+        return {
+            "images": len(pairs),
+            "right": right,
+            "accuracy": right / len(pairs) if pairs else None,
+            "classes": by_class,
+            "confused": [{"true": t, "predicted": p, "count": n} for (t, p), n in wrong.most_common()],
+            "confusion": {name: dict(row.most_common()) for name, row in confusion.items() if row},
+            "unknown": self._unknown(learner, known),
+            "unreadable": self.errors,
+        }
+
+    def _unknown(self, learner: Learner, known: set[str]) -> dict[str, Any]:
+        import numpy as np
+
+        from tpl.answers import ROUNDING
+        from tpl.bench.metrics import auroc
+
+        scores = np.array(self.unknown)
+        outside = np.array([name not in known for name in self.truth])
+        possible = learner.rejection_floor() <= SHARE + ROUNDING
+
+        def rejected(part: Any) -> float | None:
+            return float((part >= 1 - SHARE - ROUNDING).mean()) if possible and len(part) else None
+
+        both = outside.any() and not outside.all()
+        return {
+            "images": int(outside.sum()),
+            "classes": sorted({name for name in self.truth if name not in known}),
+            "auroc": auroc(scores[outside], scores[~outside]) if both else None,
+            "reject": SHARE,
+            "smallest_reject": learner.rejection_floor(),
+            "known_rejected": rejected(scores[~outside]),
+            "unknown_rejected": rejected(scores[outside]),
+        }
+
+
+def _see(learner: Learner, given: Labelled, size: int, strict: bool, advance: Any) -> Seen:
+    from tpl.stream import batches_of
+
+    seen = Seen()
+    with closing(batches_of(given.images, learner.method.preprocess, size)) as ready:
+        for part in ready:
+            problems = [error for error in part.errors if error is not None]
+            if strict and problems:
+                raise TplError(f"{problems[0]} (--strict was given.)")
+            seen.errors += problems
+            answers = learner.answers_of(part.pixels, top=1) if len(part.pixels) else []
+            labels = [int(label) for label, error in zip(part.labels, part.errors, strict=True) if error is None]
+            seen.truth += [given.class_names[label] for label in labels]
+            seen.predicted += [answer.name for answer in answers]
+            seen.unknown += [answer.unknown for answer in answers]
+            advance(len(part.names))
+    return seen
+
+
+def _print(report: dict[str, Any]) -> None:
+    if report["accuracy"] is not None:
+        table = Table("class", box=None, header_style="bold")
+        for column in ("images", "right", "accuracy"):
+            table.add_column(column, justify="right")
+        table.add_column("taken for")
+        for name, row in report["classes"].items():
+            others = [f"{p} {n}" for p, n in report["confusion"][name].items() if p != name]
+            numbers = str(row["images"]), str(row["right"]), percent(row["accuracy"])
+            table.add_row(escape(name), *numbers, escape(listed(others, 5)))
+        out.print(table)
+        text = f"Accuracy: [bold]{percent(report['accuracy'])}[/], {report['right']} of {report['images']} images."
+        out.print(text, highlight=False)
+    _print_unknown(report["unknown"])
+    if report["unreadable"]:
+        out.print(f"Left out: {len(report['unreadable'])} images that cannot be read.", highlight=False)
+
+
+def _print_unknown(unknown: dict[str, Any]) -> None:
+    if unknown["images"]:
+        classes = escape(listed(unknown["classes"]))
+        text = f"Unknown: {unknown['images']} images of classes that the model was not taught ({classes})."
+        if unknown["auroc"] is not None:
+            text += f" AUROC of the unknown score: [bold]{percent(unknown['auroc'])}[/]."
+        out.print(text, highlight=False, soft_wrap=True)
+    if unknown["known_rejected"] is None and unknown["unknown_rejected"] is None:
+        if unknown["images"]:
+            words = unknown_text(unknown["smallest_reject"])
+            out.print(f"For --reject {SHARE:g} too few images were held out; unknown ones {words}.", highlight=False)
+        return
+    rates = [
+        f"{percent(unknown[key])} of the {words}"
+        for key, words in (("known_rejected", "known images"), ("unknown_rejected", "unknown ones"))
+        if unknown[key] is not None
+    ]
+    out.print(f"At --reject {SHARE:g}: {' and '.join(rates)} are rejected.", highlight=False)

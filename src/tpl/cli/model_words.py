@@ -1,0 +1,88 @@
+"""What all commands on models share: sizes, and how numbers, names and files are put into words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from tpl.cli.app import err
+
+if TYPE_CHECKING:
+    from tpl.learner import Learner
+
+SHOWN = 10  # of a long list, this many are named
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def memory_of(learner: Learner) -> dict[str, int]:
+    """How many images are kept for replay, how many there may be, and their size."""
+    memory = learner.method.memory
+    if memory is None:
+        return {"images": 0, "budget": 0, "bytes": 0}
+    return {"images": len(memory), "budget": memory.budget, "bytes": memory.bytes_used}
+
+
+def bytes_on_disk(model: Path) -> int:
+    """The size of all files of a model directory."""
+    total = 0
+    for folder, _, names in os.walk(model):
+        for name in names:
+            with suppress(OSError):  # a writer may be sweeping
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def capacity_text(capacity: dict[str, float] | None) -> str:
+    """How full the network is, in words."""
+    if capacity is None:
+        return "it cannot fill up"
+    return f"{percent(1 - capacity['units'])} of the units are free, {percent(capacity['frozen'])} of the weights fixed"
+
+
+def unknown_text(floor: float) -> str:
+    """From which share on unknown images can be told, in words."""
+    if floor >= 1:
+        return "cannot be told: a task has no held-out images"
+    return f"can be told with --reject {round_up(floor):g} or more"
+
+
+def round_up(share: float) -> float:
+    """The next larger number with two digits: a share that is to be typed must not be a little too small."""
+    step = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return round(math.ceil(share / step - 1e-6) * step, 12)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit, factor in UNITS:
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def percent(share: float) -> str:
+    """A share for people: as many digits as matter."""
+    return f"{100 * share:.1f} %"
+
+
+def listed(names: Sequence[str], most: int = SHOWN) -> str:
+    """Names in a sentence; of many, the first."""
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def warn(text: str) -> None:
+    """One line on stderr."""
+    err.print(f"[yellow]warning:[/] {escape(printable(text))}", soft_wrap=True, highlight=False)
+
+
+def printable(text: str) -> str:
+    """`text` on one line that any terminal can take: file names may hold anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,196 @@
+"""Answers over HTTP: the same as Python's and the command line's, alone or in company."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from conftest import KEY, digit
+from tpl import Learner
+from tpl.cli import app as commands
+from tpl.serve.batching import Batcher
+from tpl.serve.limits import Limits
+from tpl.serve.served import Place, Question, Served
+from tpl.serve.uploads import prepare
+
+PICTURES = [digit(c, 20 + c) for c in range(4)]
+
+
+def upload(*pictures: bytes) -> list[tuple[str, tuple[str, bytes]]]:
+    return [("files", (f"{i}.png", picture)) for i, picture in enumerate(pictures)]
+
+
+def opened(picture: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(picture))
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same answer, but for the last bits of its numbers."""
+    assert one["class"] == other["class"] and one["task"] == other["task"]
+    assert one["unknown"] == pytest.approx(other["unknown"], abs=1e-9)
+    assert one["probability"] == pytest.approx(other["probability"], abs=1e-4)
+    assert [entry["class"] for entry in one["top"]] == [entry["class"] for entry in other["top"]]
+    ours, theirs = ([entry["probability"] for entry in side["top"]] for side in (one, other))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_answers_are_those_of_the_learner(client: TestClient, learner: Learner) -> None:
+    response = client.post("/predict?top=3", files=upload(*PICTURES))
+    assert response.status_code == 200
+    given = response.json()["answers"]
+    expected = learner.answers([opened(p) for p in PICTURES], top=3)
+    assert [answer["path"] for answer in given] == ["0.png", "1.png", "2.png", "3.png"]
+    for answer, right in zip(given, expected, strict=True):
+        assert set(answer) == {"path", "class", "probability", "task", "unknown", "top"}
+        top = [{"class": name, "probability": p} for name, p in right.top]
+        assert_same(answer, vars(right) | {"class": right.name, "top": top})
+
+
+def test_answers_are_those_of_the_command_line(
+    client: TestClient, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i, picture in enumerate(PICTURES):
+        (tmp_path / f"{i}.png").write_bytes(picture)
+    given = client.post("/predict", files=upload(*PICTURES)).json()["answers"]
+    commands(["predict", str(learned), str(tmp_path), "--json", "--device", "cpu"], standalone_mode=False)
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    printed = {Path(answer["path"]).name: answer for answer in lines}
+    assert sorted(printed) == ["0.png", "1.png", "2.png", "3.png"]
+    for answer in given:
+        right = printed[answer["path"]]
+        assert answer.keys() == right.keys()
+        assert_same(answer, right)
+
+
+def test_an_unreadable_file_is_told_and_the_others_are_answered(client: TestClient) -> None:
+    files = [*upload(PICTURES[0]), ("files", ("notes.txt", b"no picture")), ("more", ("empty.png", b""))]
+    first, second, third = client.post("/predict", files=files).json()["answers"]
+    assert first["class"] in "0123"
+    assert second.keys() == {"path", "error"} and second["path"] == "notes.txt"
+    assert "is not an image" in second["error"]
+    assert "empty.png is empty" in third["error"]
+
+
+def test_tasks_share_the_probability(client: TestClient, learner: Learner) -> None:
+    answer = client.post("/predict?tasks=true", files=upload(PICTURES[2])).json()["answers"][0]
+    assert [entry["task"] for entry in answer["tasks"]] == ["task 1", "task 2"]
+    expected = learner.task_proba([opened(PICTURES[2])])[0]
+    assert [entry["probability"] for entry in answer["tasks"]] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_nearest_example_of_a_stored_image_is_itself(client: TestClient, learner: Learner) -> None:
+    memory = learner.method.memory
+    assert memory is not None
+    stored = memory.exemplars[2][1]
+    answer = client.post("/predict?examples=5", files=upload(stored)).json()["answers"][0]
+    distances = [example["distance"] for example in answer["examples"]]
+    assert len(distances) == 5 and distances == sorted(distances)
+    assert distances[0] == pytest.approx(0, abs=1e-3) and distances[1] > distances[0]
+    assert answer["examples"][0]["class"] == "2"
+    shown = answer["examples"][0]["picture"].removeprefix("data:image/png;base64,")
+    assert np.array_equal(np.asarray(opened(base64.b64decode(shown))), np.asarray(opened(stored).convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "status", "text"),
+    [
+        ("/predict", {"files": {"note": (None, "no file")}}, 422, "curl -F files=@IMAGE"),
+        ("/predict", {"content": b"raw bytes"}, 415, "multipart/form-data"),
+        ("/predict", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
+        ("/predict?top=0", {"files": upload(PICTURES[0])}, 422, "query.top"),
+        ("/predict?examples=x", {"files": upload(PICTURES[0])}, 422, "query.examples"),
+        ("/health", {"headers": KEY}, 405, "POST /health is not offered"),
+        ("/nowhere", {"headers": KEY}, 404, "There is no POST /nowhere"),
+    ],
+)
+def test_mistakes_are_told_in_json(
+    client: TestClient, path: str, options: dict[str, Any], status: int, text: str
+) -> None:
+    response = client.post(path, **options)
+    assert response.status_code == status
+    assert response.json().keys() == {"error"} and text in response.json()["error"]
+
+
+def test_the_model_describes_itself(client: TestClient, learner: Learner) -> None:
+    content = client.get("/model").json()
+    assert content["classes"] == ["0", "1", "2", "3"]
+    assert [(task["name"], task["classes"]) for task in content["tasks"]] == [
+        ("task 1", ["0", "1"]),
+        ("task 2", ["2", "3"]),
+    ]
+    assert content["encoder"]["name"] == "compact" and content["encoder"]["image_size"] == [32, 32]
+    assert content["sizes"]["parameters"] == learner.method.parameters()
+    assert content["sizes"]["stored_images"] == 16 and content["sizes"]["directory_bytes"] > 10_000
+    assert "pictures" not in content
+    assert set(client.get("/model?pictures=true").json()["pictures"]) == {"0", "1", "2", "3"}
+
+
+def test_health_and_metrics(client: TestClient) -> None:
+    assert client.get("/health").json()["status"] == "ok"
+
+    def answered() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        values = [line.split()[1] for line in lines if line.startswith('tpl_images_total{outcome="answered"}')]
+        return float(values[0]) if values else 0.0
+
+    before = answered()
+    client.post("/predict", files=upload(*PICTURES))
+    assert answered() == before + 4
+    text = client.get("/metrics").text
+    assert "tpl_classes 4.0" in text and 'route="/predict",status="200"' in text
+
+
+def test_the_description_for_programs_names_every_route(client: TestClient) -> None:
+    description = client.get("/openapi.json").json()
+    assert set(description["paths"]) == {"/health", "/metrics", "/model", "/predict", "/tasks", "/tasks/{id}"}
+    assert description["paths"]["/tasks"]["post"]["security"] == [{"token": []}]
+    assert "multipart/form-data" in description["paths"]["/predict"]["post"]["requestBody"]["content"]
+
+
+def test_concurrent_questions_share_a_pass_and_get_the_answers_they_would_get_alone(learned: Path) -> None:
+    served = Served(Place(learned, "cpu"))
+    pixels = [prepare(served.learner, io.BytesIO(digit(i % 4, 30 + i)), "digit", Limits()) for i in range(11)]
+    alone = [served.ask([Question(each, 4)])[0] for each in pixels]
+    sizes: list[int] = []
+
+    async def together() -> list[Any]:
+        batcher = Batcher(largest=8, window=0.05, told=sizes.append)
+        batcher.start()
+        try:
+            return await asyncio.gather(*(batcher.ask(served, Question(each, 4)) for each in pixels))
+        finally:
+            await batcher.stop()
+
+    replies = asyncio.run(together())
+    assert sizes == [8, 3]
+    for one, other in zip(replies, alone, strict=True):
+        assert_same(one.to_dict(), other.to_dict())
+
+
+def test_a_question_that_fails_leaves_the_next_one_alone(learned: Path) -> None:
+    served = Served(Place(learned, "cpu"))
+    good = Question(prepare(served.learner, io.BytesIO(PICTURES[1]), "digit", Limits()), 1)
+    bad = Question(torch.zeros(3, 7, 7, dtype=torch.uint8), 1)  # no size the encoder takes
+
+    async def ask() -> tuple[Any, Any]:
+        batcher = Batcher(window=0)
+        batcher.start()
+        try:
+            (first,) = await asyncio.gather(batcher.ask(served, bad), return_exceptions=True)
+            return first, await batcher.ask(served, good)
+        finally:
+            await batcher.stop()
+
+    failed, reply = asyncio.run(ask())
+    assert isinstance(failed, Exception)
+    assert reply.answer == served.ask([good])[0].answer
