@@ -36,6 +36,9 @@ from tpl.stream import Stream, Task, fingerprint
 ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
 
 
+SMALL = "small"  # in the place of a memory's size: that of the paper's small-buffer experiments
+
+
 class RunError(TplError):
     """A run cannot start or go on."""
 
@@ -67,6 +70,8 @@ class RunSpec:
         benchmark = self._benchmark()
         prescribed = benchmark.options | benchmark.by_method.get(self.method, {})
         merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
+        if merged.get("memory") == SMALL:
+            merged["memory"] = benchmark.smaller_memory()
         return config.parse(merged).to_dict()
 
     def stream(self) -> Stream:
