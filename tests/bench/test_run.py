@@ -305,3 +305,15 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     file.write_text("in the way")
     with pytest.raises(RunError, match="cannot be made"):
         execute(SPEC, file)
+
+
+def test_the_papers_small_memory_has_a_name() -> None:
+    assert RunSpec("c100-10t", options={"memory": "small"}).all_options()["memory"] == 1000
+    assert RunSpec("c10-5t", options={"memory": "small"}).all_options()["memory"] == 100
+    with pytest.raises(TplError, match="no small memory for digits-5t"):
+        RunSpec("digits-5t", options={"memory": "small"}).all_options()
+
+
+def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:
+    drifts = [read(whole.place / "stages" / f"{t:03d}.json")["drift"] for t in range(2)]
+    assert drifts == [0.0, 0.0] and whole.result.summary["drift"] == 0.0

@@ -73,7 +73,7 @@ def test_first_task_alone_makes_task_prediction_trivial(small_stream: Stream) ->
     torch.testing.assert_close(method.log_probabilities(pixels), within)
 
 
-@pytest.mark.parametrize("calibration", ["none", "score", "probability"])
+@pytest.mark.parametrize("calibration", ["none", "score", "shift", "probability"])
 @pytest.mark.parametrize("others", ["single", "per_class"])
 def test_probabilities_add_up_under_every_reading(small_stream: Stream, calibration: str, others: str) -> None:
     learner, method = tpl_learner(calibration=calibration, others=others)

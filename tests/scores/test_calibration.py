@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.special
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.scores import calibration
-from tpl.scores.calibration import calibrate_probabilities, calibrate_scores
+from tpl.scores.calibration import calibrate_probabilities, calibrate_scores, calibrate_shifts
 
 Array = NDArray[np.float64]
 
@@ -128,3 +129,23 @@ def test_probabilities_of_one_batch_are_fitted_as_by_a_loop_written_out() -> Non
         affine = affine - 0.01 * velocity
     found = calibrate_probabilities(within, scores, TASK_OF_CLASS, classes, torch.Generator().manual_seed(0))
     np.testing.assert_allclose(found.numpy(), affine, rtol=1e-9)
+
+
+def test_shifts_are_the_minimum_that_scipy_finds() -> None:
+    scores, owner = task_scores()
+    scale, shift = calibrate_shifts(scores, owner, 0.3).numpy()
+
+    def loss(b: Array) -> float:
+        return cross_entropy((scores.numpy() + b) / 0.3, owner.numpy()) + calibration.RIDGE * float(b @ b)
+
+    assert scale.tolist() == [1, 1, 1]
+    best = scipy.optimize.minimize(loss, np.zeros(3), tol=1e-10)
+    np.testing.assert_allclose(shift, best.x, atol=1e-4)
+
+
+def test_a_shift_undoes_a_task_that_boasts() -> None:
+    scores, owner = task_scores()
+    boast = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
+    _, shift = calibrate_shifts(scores + boast, owner, 0.3)
+    assert shift[1] == shift.min() and ((scores + boast + shift).argmax(dim=1) == owner).double().mean() > 0.7
+    assert calibrate_shifts(scores * torch.nan, owner, 0.3).tolist() == [[1, 1, 1], [0, 0, 0]]

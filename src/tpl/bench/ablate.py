@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         }
         for compose in ("or", "and")
         for distance in ("l2", "squared")
-        for calibration in ("none", "score", "probability")
+        for calibration in ("none", "score", "shift", "probability")
     },
     "LR alone": {"logit": "none"},
     "MLS alone": {"in_task": "none"},

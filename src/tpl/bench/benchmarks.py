@@ -22,6 +22,12 @@ class Benchmark:
     by_method: dict[str, dict[str, Any]] = field(default_factory=dict)  # what single methods want otherwise
     small_memory: int | None = None  # the memory of the paper's runs with half as many exemplars
 
+    def smaller_memory(self) -> int:
+        """The memory of the paper's small-buffer experiments."""
+        if self.small_memory is None:
+            raise TplError(f"The paper has no small memory for {self.name}; give --memory a number.")
+        return self.small_memory
+
     def stream(
         self,
         data: Path | None = None,

@@ -16,6 +16,8 @@ from tpl.methods.bank import BankMethod, Outputs
 from tpl.methods.base import task_of_class
 from tpl.stream import ImageSet, Stream
 
+PROBE = 256  # test images of a task that its features' drift is measured on
+
 
 @dataclass(frozen=True)
 class StageResult:
@@ -25,6 +27,7 @@ class StageResult:
     til: list[float]  # class known among the true task's classes
     tp: list[float]  # task predicted
     detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
+    drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
 
 
 class Evaluator:
@@ -34,6 +37,7 @@ class Evaluator:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
         self.known: list[Outputs] = []  # one entry a task model, over all test images so far
+        self.learned: list[Tensor] = []  # the features of some test images as each task's model saw them at first
         self.task_of_class = task_of_class([task.classes for task in stream])
 
     def stage(self, upto: int) -> StageResult:
@@ -53,7 +57,7 @@ class Evaluator:
         if scores is not None and upto > 0:
             detection = metrics.detection(scores, np.repeat(np.arange(len(sizes)), sizes))
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
-        return StageResult(cil, til, tp, detection)
+        return StageResult(cil, til, tp, detection, self._drift())
 
     def _prepare(self, images: ImageSet) -> Tensor:
         """The images as the encoder takes them, on the GPU as long as they leave most of its memory free."""
@@ -76,6 +80,19 @@ class Evaluator:
             self.known.append(_joined([method.bank.outputs(pixels, model) for pixels in self.pixels]))
         scores = method.task_scores(self.known)
         return method.log_probabilities_of(self.known, scores).cpu(), scores.cpu().numpy()
+
+    def _drift(self) -> float | None:
+        """Asks every task's model again about the images it was first asked about."""
+        if not isinstance(self.method, BankMethod):
+            return None
+        bank, drift = self.method.bank, 0.0
+        for task in range(len(bank.tasks)):
+            features = bank.outputs(self.pixels[task][:PROBE], task).features
+            if task < len(self.learned):
+                drift = max(drift, float((features - self.learned[task]).abs().max()))
+            else:
+                self.learned.append(features)
+        return drift
 
     def _labels(self, task: int) -> Tensor:
         images = self.stream[task].test

@@ -82,6 +82,7 @@ def summarise(out: Path) -> RunResult:
         "tp": metrics.last(matrices["tp"], sizes),
         "forgetting_classic": metrics.classic_forgetting(matrices["cil"]),
         "detection": final["detection"],
+        "drift": _largest([stage.get("drift") for stage in stages]),
         "seconds": sum(learning) + sum(evaluation),
         "seconds_per_task": sum(learning) / len(learning),
         "seconds_evaluation": sum(evaluation),
@@ -96,6 +97,10 @@ def summarise(out: Path) -> RunResult:
         "peak_device_bytes": final.get("peak_device_bytes"),
     }
     return RunResult(description, summary, matrices)
+
+
+def _largest(values: list[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _rate(trained: list[dict[str, Any]]) -> float | None:

@@ -10,6 +10,7 @@ results.json    the metrics and accuracy matrices of a finished run (cil.csv, ti
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import time
@@ -33,6 +34,9 @@ from tpl.store import ModelStore, replace_text
 from tpl.stream import Stream, Task, fingerprint
 
 ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
+
+
+SMALL = "small"  # in the place of a memory's size: that of the paper's small-buffer experiments
 
 
 class RunError(TplError):
@@ -66,6 +70,8 @@ class RunSpec:
         benchmark = self._benchmark()
         prescribed = benchmark.options | benchmark.by_method.get(self.method, {})
         merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
+        if merged.get("memory") == SMALL:
+            merged["memory"] = benchmark.smaller_memory()
         return config.parse(merged).to_dict()
 
     def stream(self) -> Stream:
@@ -160,6 +166,10 @@ class OpenRun:
 
     def __exit__(self, *problem: object) -> None:
         self._open.close()
+        # Networks and test images may fill a GPU: they go now, not when the last name for this run goes.
+        for name in ("learner", "evaluator", "tell"):
+            self.__dict__.pop(name, None)
+        gc.collect()
 
     @property
     def finished(self) -> bool:
@@ -172,6 +182,7 @@ class OpenRun:
         self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
         if self.learned:
             self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
+        self.learner.method.compute.forget_peak_memory()
         self.evaluator = Evaluator(self.stream, self.learner.method)
         self.tasks = enumerate(self.stream.once())
         log = self._open.enter_context(EventLog(self.out / "events.jsonl", listen))

@@ -43,7 +43,12 @@ Weights = Annotated[Path | None, typer.Option(help="Encoder weights: a .safetens
 # Options of methods: the common ones by name, all others with --set. `overrides` puts them together.
 Epochs = Annotated[int | None, typer.Option(help="Override the benchmark's epochs.")]
 Rate = Annotated[float | None, typer.Option(help="Override the benchmark's learning rate.")]
-Memory = Annotated[int | None, typer.Option(help="Override the benchmark's replay memory, in images.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="Override the benchmark's replay memory: a number of images, or small (the paper's small one)."
+    ),
+]
 Latent = Annotated[int | None, typer.Option(help="Override the adapters' hidden size.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any option of `tpl describe METHOD`.")
@@ -58,10 +63,11 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def overrides(
-    epochs: int | None, lr: float | None, memory: int | None, latent: int | None, set_: list[str] | None
+    epochs: int | None, lr: float | None, memory: str | None, latent: int | None, set_: list[str] | None
 ) -> dict[str, Any]:
     """The method's options as given on the command line."""
-    common = {"epochs": epochs, "lr": lr, "memory": memory, "latent": latent}
+    size = int(memory) if memory is not None and memory.isdecimal() else memory
+    common = {"epochs": epochs, "lr": lr, "memory": size, "latent": latent}
     return {name: value for name, value in common.items() if value is not None} | assignments(set_ or [])
 
 

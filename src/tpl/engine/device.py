@@ -40,8 +40,13 @@ class Compute:
         free, _ = torch.cuda.mem_get_info(self.device)
         return size < SHARE_FOR_IMAGES * free
 
+    def forget_peak_memory(self) -> None:
+        """Begin anew to watch for the most bytes in use."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
     def peak_memory(self) -> int | None:
-        """The most bytes that tensors have taken on a GPU so far."""
+        """The most bytes that tensors have taken on a GPU since then, all runs of this process together."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 

@@ -22,7 +22,7 @@ from tpl.methods.base import register, task_of_class
 from tpl.methods.lessons import Lesson
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
-from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores
+from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts
 from tpl.state import State
 from tpl.stream import Task
 
@@ -238,6 +238,8 @@ class TPL(BankMethod):
         scores = torch.stack(columns, dim=1)
         if self.config.calibration == "score":
             return calibrate_scores(scores, tasks)
+        if self.config.calibration == "shift":
+            return calibrate_shifts(scores, tasks, self.config.gamma)
         within = torch.cat([seen.logits.double().softmax(dim=1) for seen in self.memory_outputs_], dim=1)
         return calibrate_probabilities(
             within, scores, owner, labels, self.generator("calibration", len(self.bank.tasks))

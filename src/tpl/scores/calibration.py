@@ -1,8 +1,9 @@
 """Making the outputs of separately trained task models comparable (paper, appendix on calibration).
 
-Both readings fit one scale and one shift per task on the replay memory, after every task:
+All readings fit one scale and one shift per task on the replay memory, after every task:
 
 - "score": w_t S_t + b_t, cross-entropy over *tasks*, full batch, 100 steps (the public code);
+- "shift": S_t + b_t, the same cross-entropy at the temperature that the answer uses, to convergence (ours);
 - "probability": sigma1_t * softmax(f_t)_j * S_t + sigma2_t, cross-entropy over *classes*, batches
   of 64, 100 epochs (the paper's text). These outputs are no probabilities, so cross-entropy takes
   them as logits.
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CALIBRATIONS = ("none", "score", "probability")
+CALIBRATIONS = ("none", "score", "shift", "probability")
 STEPS = 100
 BATCH = 64
+RIDGE = 0.1  # on the squared shifts: a task without samples in the memory keeps its own
 
 
 def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
@@ -30,6 +32,25 @@ def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
             F.cross_entropy(affine[0] * scores + affine[1], tasks).backward()
             optimiser.step()
     return _sane(affine.detach())
+
+
+def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float) -> Tensor:
+    """A shift per task and scale 1, `[2, T]`: the minimum of the cross-entropy at the temperature, weakly regularised.
+
+    The problem is convex: the answer depends on no rate and no number of steps.
+    """
+    with torch.enable_grad():
+        shift = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device, requires_grad=True)
+        optimiser = torch.optim.LBFGS([shift], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            value = F.cross_entropy((scores + shift) / temperature, tasks) + RIDGE * shift.square().sum()
+            value.backward()
+            return value
+
+        optimiser.step(loss)
+    return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
 
 
 def calibrate_probabilities(
