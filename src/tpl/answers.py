@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 ROUNDING = 1e-9  # 1 - 0.05 and 1 - 1/20 are the same share
+DIGITS = 6  # what is told of a probability; further digits depend on the machine
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,16 @@ class Answer:
     task: str
     unknown: float
     top: tuple[tuple[str, float], ...]
+
+    def to_dict(self, top: int | None = None) -> dict[str, Any]:
+        """As the command line and the server tell it, with the `top` classes or all that were asked for."""
+        return {
+            "class": self.name,
+            "probability": round(self.probability, DIGITS),
+            "task": self.task,
+            "unknown": round(self.unknown, DIGITS),
+            "top": [{"class": name, "probability": round(p, DIGITS)} for name, p in self.top[:top]],
+        }
 
     def rejected(self, share: float) -> bool:
         """Whether to call the image unknown, if that may happen to `share` of the known ones."""

@@ -45,9 +45,7 @@ Epochs = Annotated[int | None, typer.Option(help="Override the benchmark's epoch
 Rate = Annotated[float | None, typer.Option(help="Override the benchmark's learning rate.")]
 Memory = Annotated[
     str | None,
-    typer.Option(
-        help="Override the benchmark's replay memory: a number of images, or small (the paper's small one)."
-    ),
+    typer.Option(help="Override the benchmark's replay memory: a number of images, or small (the paper's small one)."),
 ]
 Latent = Annotated[int | None, typer.Option(help="Override the adapters' hidden size.")]
 Set = Annotated[

@@ -173,15 +173,10 @@ class _Json(_Form):
 
     def answer(self, name: str, answer: Answer) -> str:
         rejected = self.rejected(answer)
-        content = {
-            "path": name,
-            "class": None if rejected else answer.name,
-            "probability": answer.probability,
-            "task": answer.task,
-            "unknown": answer.unknown,
-            "top": [{"class": other, "probability": p} for other, p in answer.top],
-        }
-        return _object(content | ({"rejected": rejected} if self.reject is not None else {}))
+        content = {"path": name} | answer.to_dict()
+        if self.reject is not None:
+            content |= {"class": None if rejected else answer.name, "rejected": rejected}
+        return _object(content)
 
     def error(self, name: str, error: str) -> str:
         return _object({"path": name, "error": error})

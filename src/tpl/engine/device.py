@@ -62,7 +62,7 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
         if chosen.type == "cuda" and chosen.index is not None:
             torch.cuda.set_device(chosen)  # streams and recorded steps belong to the current device
         torch.zeros(1, device=chosen, dtype=torch.float64)  # statistics need double precision
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
     on_gpu = chosen.type == "cuda"
     if compile == "on" and not (on_gpu and _has_compiler()):

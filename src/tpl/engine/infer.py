@@ -10,14 +10,16 @@ from torch import Tensor
 from tpl.engine.device import Compute
 
 BLOCK = 256
+QUAD = 4  # on a CPU, products over a number of images that is no multiple of four take other paths
 
 
 class Inference:
     """`function(images, *weights)` over any number of images, block by block.
 
-    A GPU's libraries choose kernels by the batch's size, and kernels round differently. There every block is filled
-    up to one size, so an image's answer has the same bits alone and among thousands. As all blocks are alike, they are
-    replays of one recording; weights of the same shapes are inputs of it like the images.
+    Libraries choose kernels by the batch's size, and kernels round differently. So on a GPU every block is filled up to
+    one size, on a CPU to a multiple of four: an image's answer has the same bits alone and among thousands. As all of a
+    GPU's blocks are alike, they are replays of one recording; weights of the same shapes are inputs of it like the
+    images.
     """
 
     def __init__(
@@ -35,8 +37,8 @@ class Inference:
         with torch.no_grad():
             for part in pixels.split(BLOCK):
                 count = len(part)
-                if on_gpu and count < BLOCK:
-                    part = torch.cat([part, part.new_zeros(BLOCK - count, *part.shape[1:])])
+                if missing := -max(count, 1) % (BLOCK if on_gpu else QUAD) + (count == 0):
+                    part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
                 block = part.to(self.compute.device, non_blocking=True)
                 answer = self._replay(block, *weights) if on_gpu else self._plain(block, *weights)
                 parts.append(answer[:count])

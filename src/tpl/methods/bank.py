@@ -72,8 +72,11 @@ class TaskModel(nn.Module):
         self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
 
     def logits(self, features: Tensor) -> Tensor:
-        """All outputs of the head, others included."""
-        return F.linear(features, self.head_weight, self.head_bias)
+        """All outputs of the head, others included.
+
+        Computed in float64: to float32, the number of images that share the product then makes no difference.
+        """
+        return F.linear(features.double(), self.head_weight.double(), self.head_bias.double()).float()
 
     def drop(self, row: int) -> None:
         """Remove one output of the head."""

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpl.answers import DIGITS
 from tpl.learner import Answer, Learner
 from tpl.serve.examples import Example, nearest, one_of_each
 from tpl.store import ModelStore
 
-# On a CPU, products over a number of rows that is no multiple of 4 take other paths and round differently: full
-# blocks make an answer the same to the bit whoever else shares the pass. (A GPU's blocks are always full.)
-BLOCK = 4
 PICTURED_CLASSES = 300
 
 
@@ -57,16 +55,9 @@ class Reply:
 
     def to_dict(self) -> dict[str, Any]:
         """As `tpl predict --json` prints it, and what was asked for besides."""
-        given = self.answer
-        content: dict[str, Any] = {
-            "class": given.name,
-            "probability": given.probability,
-            "task": given.task,
-            "unknown": given.unknown,
-            "top": [{"class": name, "probability": p} for name, p in given.top[: self.top]],
-        }
+        content = self.answer.to_dict(self.top)
         if self.tasks is not None:
-            content["tasks"] = [{"task": name, "probability": p} for name, p in self.tasks]
+            content["tasks"] = [{"task": name, "probability": round(p, DIGITS)} for name, p in self.tasks]
         if self.examples is not None:
             content["examples"] = [example.to_dict() for example in self.examples]
         return content
@@ -89,12 +80,9 @@ class Served:
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
         """All questions in one pass through the network."""
         pixels = torch.stack([question.pixels for question in questions])
-        short = -len(pixels) % BLOCK
-        if short:
-            pixels = torch.cat([pixels, pixels.new_zeros(short, *pixels.shape[1:])])
         wide = any(question.tasks for question in questions)
         top = len(self.owner) if wide else max(question.top for question in questions)
-        answers = self.learner.answers_of(pixels, top)[: len(questions)]
+        answers = self.learner.answers_of(pixels, top)
         return [self._reply(question, answer) for question, answer in zip(questions, answers, strict=True)]
 
     def _reply(self, question: Question, answer: Answer) -> Reply:
