@@ -48,8 +48,7 @@ def test_answers_are_those_of_the_learner(client: TestClient, learner: Learner) 
     assert [answer["path"] for answer in given] == ["0.png", "1.png", "2.png", "3.png"]
     for answer, right in zip(given, expected, strict=True):
         assert set(answer) == {"path", "class", "probability", "task", "unknown", "top"}
-        top = [{"class": name, "probability": p} for name, p in right.top]
-        assert_same(answer, vars(right) | {"class": right.name, "top": top})
+        assert_same(answer, right.to_dict())
 
 
 def test_answers_are_those_of_the_command_line(
