@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tpl.stream import ArrayImages, Stream, Task
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # a worker a core
 
 
 def blobs(classes: list[int], per_class: int, seed: int) -> ArrayImages:

@@ -142,7 +142,7 @@ def test_run_prints_one_json_object(tiny: tuple[Path, Result], joint_run: Path) 
         assert 0 <= answer[key] <= 1
     assert answer["seconds"] > 0
     run, joint = RunResult.read(place), RunResult.read(joint_run)
-    assert answer == {"directory": str(place)} | run.summary | run.against(joint)
+    assert answer == {"directory": str(place), "order": "natural"} | run.summary | run.against(joint)
     assert run.description["options"]["memory"] == 20
     assert run.description["options"]["latent"] == 8
 
@@ -159,7 +159,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tpl.bench.run.execute", interrupt)
+    monkeypatch.setattr("tpl.bench.run.execute_together", interrupt)
     result = call("run", "digits-5t", "--out", tmp_path / "here")
     assert result.exit_code == 130
     assert "--resume" in result.stderr and result.stdout == ""
