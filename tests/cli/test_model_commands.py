@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from pictures import photos
 from tpl import Learner, TplError, cli
-from tpl.cli.model_plan import Budget, epochs_for
+from tpl.cli.model_plan import LARGE, SMALL, Budget, epochs_for
 from tpl.cli.model_words import listed, printable, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
@@ -233,7 +233,8 @@ def test_budgets(text: str, budget: Budget) -> None:
 
 
 def test_few_images_are_seen_more_often() -> None:
-    assert [epochs_for(n, 32) for n in (1, 36, 128, 320, 10_000)] == [60, 60, 50, 20, 20]
+    assert [epochs_for(n, 32, LARGE) for n in (1, 36, 128, 320, 10_000)] == [60, 60, 50, 20, 20]
+    assert [epochs_for(n, 16, SMALL) for n in (1, 36, 64, 320)] == [40, 40, 30, 20]
 
 
 @pytest.mark.parametrize(

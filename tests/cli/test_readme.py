@@ -15,7 +15,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def test_every_command_and_option_exists() -> None:
-    lines = re.findall(r"`(tpl [^`]+)`", README)
+    lines = re.findall(r"`(tpl [^`]+)`", README) + re.findall(r"^(tpl [^#\n]+)", README, flags=re.MULTILINE)
     assert len(lines) >= 8
     for line in lines:
         _, name, *words = line.split()

@@ -20,6 +20,7 @@ from tpl.cli.model_plan import (
     encoded_size,
     epochs_for,
     estimate,
+    schedule_for,
     set_options,
     trained_on,
 )
@@ -70,7 +71,7 @@ def learn(
     memory: Annotated[
         str | None, typer.Option(help="Images kept for replay: 2000 (default), or a size such as 50MB, or none.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 60.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 40, or 60 for large encoders.")] = None,
     held_out: Annotated[
         float, typer.Option(help="Share of each class's images to measure on instead of learning them.")
     ] = 0.1,
@@ -270,7 +271,9 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
 
     if store.exists():
         return Learner.load(store.path, wish.weights, wish.device)
-    return Learner("tpl", wish.encoder or COMPACT, wish.weights, wish.device, seed=wish.seed or 0, **OPTIONS)
+    encoder = wish.encoder or COMPACT
+    options = OPTIONS | {"lr": schedule_for(encoder).lr}
+    return Learner("tpl", encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
 
 
 def _read(
@@ -309,7 +312,8 @@ def _choose(learner: Learner, ready: Labelled, wish: Wish) -> dict[str, Any]:
     if wish.update:
         return chosen
     train = trained_on(ready, wish.held_out, learner.method.seed)
-    epochs = wish.epochs or epochs_for(train, learner.method.config.batch_size)
+    schedule = schedule_for(learner.method.encoder.name)
+    epochs = wish.epochs or epochs_for(train, learner.method.config.batch_size, schedule)
     set_options(learner, epochs=epochs)
     return chosen | {"epochs": epochs}
 
