@@ -71,7 +71,9 @@ def learn(
     memory: Annotated[
         str | None, typer.Option(help="Images kept for replay: 2000 (default), or a size such as 50MB, or none.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 40, or 60 for large encoders.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 40, or 60 for large encoders.")
+    ] = None,
     held_out: Annotated[
         float, typer.Option(help="Share of each class's images to measure on instead of learning them.")
     ] = 0.1,
