@@ -23,11 +23,12 @@ from typer.testing import CliRunner
 
 from pictures import photos
 from tpl import Learner, TplError, cli
-from tpl.cli.model_plan import LARGE, SMALL, Budget, epochs_for
+from tpl.cli.model_plan import Budget
 from tpl.cli.model_words import listed, printable, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
 from tpl.memory import encode
+from tpl.schedule import LARGE, SMALL
 from tpl.stream import find_images
 
 FAST = ["--epochs", "6", "--device", "cpu"]
@@ -189,7 +190,7 @@ def test_a_dry_run_tells_time_and_size_and_stores_nothing(place: Path, learned: 
     assert report["bytes"] == pytest.approx(learned["bytes"], rel=0.1)
     assert 0 < report["seconds"] < 100 * learned["seconds"]
     said = call("learn", tmp_path / "model", place / "pets", "--device", "cpu", "--dry-run").stdout
-    assert "about" in said and "Nothing was stored" in said and "60 epochs" in said
+    assert "about" in said and "Nothing was stored" in said and "40 epochs" in said
 
 
 def test_a_dry_run_of_a_second_task_leaves_the_model(own: Path, place: Path) -> None:
@@ -233,8 +234,8 @@ def test_budgets(text: str, budget: Budget) -> None:
 
 
 def test_few_images_are_seen_more_often() -> None:
-    assert [epochs_for(n, 32, LARGE) for n in (1, 36, 128, 320, 10_000)] == [60, 60, 50, 20, 20]
-    assert [epochs_for(n, 16, SMALL) for n in (1, 36, 64, 320)] == [40, 40, 30, 20]
+    assert [LARGE.epochs(n, 32) for n in (1, 36, 128, 320, 10_000)] == [60, 60, 50, 20, 20]
+    assert [SMALL.epochs(n, 16) for n in (1, 36, 64, 320)] == [40, 40, 30, 20]
 
 
 @pytest.mark.parametrize(

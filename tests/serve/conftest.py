@@ -76,7 +76,7 @@ def learner(learned: Path) -> Learner:
 @pytest.fixture(scope="session")
 def client(learned: Path) -> Iterator[TestClient]:
     """A client of a server that nobody changes."""
-    app = create_app(Place(learned, "cpu"), Settings(Access(TOKEN, hosts=HOSTS)))
+    app = create_app(Place(learned, "cpu", epochs=1), Settings(Access(TOKEN, hosts=HOSTS)))
     with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as opened:
         yield opened
 
@@ -90,7 +90,7 @@ def opened(model: Path) -> Iterator[Opener]:
     clients: list[TestClient] = []
 
     def open_client(access: Access | None = None, **settings: object) -> TestClient:
-        app = create_app(Place(model, "cpu"), Settings(access or Access(TOKEN, hosts=HOSTS), **settings))  # type: ignore[arg-type]
+        app = create_app(Place(model, "cpu", epochs=1), Settings(access or Access(TOKEN, hosts=HOSTS), **settings))  # type: ignore[arg-type]
         client = TestClient(app, base_url=ADDRESS, raise_server_exceptions=False)
         client.__enter__()
         clients.append(client)

@@ -41,7 +41,21 @@ class Running:
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[Running]:
     """`tpl serve MODEL` with some options, for a while."""
-    command = [sys.executable, "-m", "tpl", "serve", str(model), "--port", "0", "--device", "cpu", "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "tpl",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--json",
+        *options,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TPL_TOKEN"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

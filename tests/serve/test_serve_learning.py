@@ -16,10 +16,12 @@ from PIL import Image
 
 from conftest import ADDRESS, KEY, TOKEN, Opener, archive, classes, digit, workers
 from tpl import Learner
+from tpl.schedule import SMALL
 from tpl.serve.app import Settings, create_app
 from tpl.serve.limits import Limits
 from tpl.serve.security import Access
 from tpl.serve.served import Place
+from tpl.serve.worker import Order, carry_out
 from tpl.store import ModelStore
 
 PATIENCE = 120.0
@@ -162,7 +164,7 @@ def test_a_full_queue_is_told(opened: Opener) -> None:
 
 def test_a_model_that_knows_nothing_yet_is_served(tmp_path: Path) -> None:
     Learner(latent=8, epochs=1, device="cpu").save(tmp_path / "model")
-    app = create_app(Place(tmp_path / "model", "cpu"), Settings(Access(TOKEN)))
+    app = create_app(Place(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
     with TestClient(app, base_url=ADDRESS) as client:
         assert client.get("/model").json()["classes"] == []
         response = client.post("/predict", files={"files": ("0.png", digit(0, 0))})
@@ -174,7 +176,7 @@ def test_a_method_that_would_forget_is_not_taught(tmp_path: Path) -> None:
     learner = Learner("joint", latent=8, epochs=1, device="cpu")
     learner.learn([Image.open(io.BytesIO(digit(c, i))) for c in (0, 1) for i in range(3)], list("000111"))
     learner.save(tmp_path / "model")
-    app = create_app(Place(tmp_path / "model", "cpu"), Settings(Access(TOKEN)))
+    app = create_app(Place(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
     with TestClient(app, base_url=ADDRESS) as client:
         response = send(client, classes(7))
         assert response.status_code == 409 and "needs all images at once" in response.json()["error"]
@@ -182,3 +184,12 @@ def test_a_method_that_would_forget_is_not_taught(tmp_path: Path) -> None:
         assert answer["class"] in "01" and answer["unknown"] == 0
         shown = client.post("/predict?examples=3", files={"files": ("0.png", digit(0, 5))}).json()["answers"][0]
         assert shown["examples"] == []  # it has no task models to see with
+
+
+def test_a_small_task_gets_as_many_epochs_as_tpl_learn_gives_it(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "new.zip"
+    file.write_bytes(archive({f"7/{i}.png": digit(7, i) for i in range(5)}))
+    told: list[dict[str, Any]] = []
+    carry_out(Order(str(model), str(file), "new.zip", "seven", "cpu", pixels=10**6), lambda **news: told.append(news))
+    assert told[-1]["done"]["classes"] == ("7",)
+    assert Learner.load(model, device="cpu").method.config.epochs == SMALL.epochs(4, batch_size=8) == 40

@@ -18,9 +18,7 @@ from tpl.cli.model_plan import (
     Budget,
     as_task,
     encoded_size,
-    epochs_for,
     estimate,
-    schedule_for,
     set_options,
     trained_on,
 )
@@ -273,6 +271,8 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
 
     if store.exists():
         return Learner.load(store.path, wish.weights, wish.device)
+    from tpl.schedule import schedule_for
+
     encoder = wish.encoder or COMPACT
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
     return Learner("tpl", encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
@@ -313,9 +313,10 @@ def _choose(learner: Learner, ready: Labelled, wish: Wish) -> dict[str, Any]:
             chosen["memory_budget_bytes"] = budget.bytes
     if wish.update:
         return chosen
+    from tpl.schedule import epochs_for
+
     train = trained_on(ready, wish.held_out, learner.method.seed)
-    schedule = schedule_for(learner.method.encoder.name)
-    epochs = wish.epochs or epochs_for(train, learner.method.config.batch_size, schedule)
+    epochs = wish.epochs or epochs_for(learner.method, train)
     set_options(learner, epochs=epochs)
     return chosen | {"epochs": epochs}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tpl.errors import TplError
 
@@ -18,20 +17,6 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
-FEWEST_EPOCHS = 20
-
-
-class Schedule(NamedTuple):
-    """How fast a task is trained, and for how long: about so many steps, in no more than so many epochs."""
-
-    lr: float
-    steps: int
-    most_epochs: int
-
-
-# Chosen on held-out digits, 10 and 30 images a class, two tasks of three: 92 and 97 % against 83 and 93 % at a rate of
-# 0.01. Larger encoders are unlearned by so high a rate.
-SMALL, LARGE = Schedule(0.05, 120, 40), Schedule(0.01, 200, 60)
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size stands for all
@@ -64,19 +49,6 @@ class Budget:
             return self.images
         assert self.bytes is not None
         return int(self.bytes / encoded())
-
-
-def schedule_for(encoder: str) -> Schedule:
-    """The bundled encoder learns fast; others need care."""
-    from tpl.nets.compact import NAME
-
-    return SMALL if encoder == NAME else LARGE
-
-
-def epochs_for(images: int, batch_size: int, schedule: Schedule) -> int:
-    """How often to go through so many images: the fewer there are, the more often."""
-    steps = math.ceil(max(images, 1) / batch_size)
-    return max(FEWEST_EPOCHS, min(schedule.most_epochs, math.ceil(schedule.steps / steps)))
 
 
 def trained_on(given: Labelled, held_out: float, seed: int) -> int:

@@ -29,6 +29,9 @@ def serve(
     max_upload: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.")] = 256,
     max_pixels: Annotated[float, typer.Option(min=0.01, help="Largest image, in million pixels.")] = 50.0,
     max_files: Annotated[int, typer.Option(min=1, help="Most images a request.")] = 64,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over a new task's images; by default as `tpl learn` chooses.")
+    ] = None,
     weights: Weights = None,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -82,4 +85,4 @@ def serve(
                 err.print("The connection is not encrypted: put a proxy with TLS in front where others can listen.")
             out.print("Ctrl-C stops it.", highlight=False)
 
-        run_server(Place(model, device, precision, weights), settings, listening, announce)
+        run_server(Place(model, device, precision, weights, epochs), settings, listening, announce)

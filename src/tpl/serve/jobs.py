@@ -129,6 +129,7 @@ class Jobs:
             place.precision,
             str(place.weights.resolve()) if place.weights else None,
             self.limits.pixels,
+            place.epochs,
         )
         process = await asyncio.create_subprocess_exec(
             *(

@@ -28,6 +28,7 @@ class Place:
     device: str = "auto"
     precision: str = "auto"
     weights: Path | None = None
+    epochs: int | None = None  # of new tasks; None: by their number of images
 
     def load(self) -> Learner:
         """The committed model."""

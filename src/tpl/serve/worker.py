@@ -34,6 +34,7 @@ class Order:
     precision: str = "auto"
     weights: str | None = None
     pixels: int = 0
+    epochs: int | None = None  # None: by the number of images
     held_out: float = 0.1
 
     def to_json(self) -> str:
@@ -65,6 +66,7 @@ class Progress:
 def carry_out(order: Order, tell: Any) -> None:
     """Learn and commit. Nobody else writes to the directory from the first read to the commit."""
     from tpl.learner import Learner
+    from tpl.schedule import epochs_for
     from tpl.serve.limits import Limits, check_images
     from tpl.stream import Task
     from tpl.stream.inputs import labelled_images, readable
@@ -79,6 +81,8 @@ def carry_out(order: Order, tell: Any) -> None:
         usable = found.with_images(images)
         _tell_problems(problems, set(found.class_names) - set(usable.class_names), order, tell)
         task = Task(order.name, usable.class_names, usable.images)
+        method, train = learner.method, round((1 - order.held_out) * len(task.train))
+        method.config = method.config.replace(epochs=order.epochs or epochs_for(method, train))
         learner.learn(task, name=order.name, held_out=order.held_out, listen=Progress(tell), source=order.title)
         tell(progress=TRAINING, message="writing the model")
     tell(done=asdict(learner.tasks_[-1]))
