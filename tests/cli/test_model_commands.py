@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -485,7 +486,9 @@ def test_a_class_that_is_not_there(own: Path) -> None:
 
 def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tpl", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    # A shell that runs the tests in the background has its children ignore Ctrl-C: not this one.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed, **options)
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(model: Path, place: Path) -> None:

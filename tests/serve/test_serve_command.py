@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def serving(model: Path, *options: str) -> Iterator[Running]:
         *options,
     ]
     environment = {name: value for name, value in os.environ.items() if name != "TPL_TOKEN"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    # A shell that runs the tests in the background has its children ignore Ctrl-C: not this one.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
     try:
         assert process.stdout is not None
         said = "".join(iter(process.stdout.readline, "}\n")) + "}"
