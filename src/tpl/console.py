@@ -14,7 +14,23 @@ from rich.table import Column
 from tpl.engine import Event
 
 
-class RunProgress:
+class _Watched:
+    """A bar that is gone or at rest when the work ends, however it ends."""
+
+    progress: Progress
+    bar: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.progress.stop()
+
+
+class RunProgress(_Watched):
     """A listener that draws one bar a run. Progress goes to stderr: stdout is for results."""
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
@@ -28,19 +44,9 @@ class RunProgress:
             console=console,
             disable=quiet,
         )
-        self.bar: TaskID | None = None
         self.images: list[int] = []
         self.stage = 0
         self.full = ""  # how much of the network's capacity is in use, where the method has a say in it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.progress.stop()
 
     def __call__(self, event: Event) -> None:
         """Draw one event."""
@@ -83,7 +89,7 @@ class RunProgress:
             self.progress.update(self.bar, doing=text, advance=advance)
 
 
-class WorkProgress:
+class WorkProgress(_Watched):
     """One bar for work in phases, such as reading images and then learning them; gone when the work is done.
 
     A listener of learning, too. Nothing is drawn where nobody watches: `quiet`, or stderr is no terminal. Warnings
@@ -102,17 +108,7 @@ class WorkProgress:
             disable=quiet or not console.is_terminal,
             transient=True,
         )
-        self.bar: TaskID | None = None
         self.phase, self.done, self.started = "", 0, 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.progress.stop()
 
     def begin(self, phase: str, total: int | None) -> None:
         """Start a phase of `total` steps, each of about the same length; None if nobody knows how many."""

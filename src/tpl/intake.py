@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.errors import TplError
+from tpl.methods.bank import ENOUGH_TO_HOLD_OUT
 from tpl.stream import FileImages, ImageSet, Task, UnreadableImage, image_folder, to_rgb
 from tpl.stream.images import relabelled
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
-ENOUGH_TO_HOLD_OUT = 5  # a class with fewer images needs them all
 
 
 class LooseImages(ImageSet):

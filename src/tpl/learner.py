@@ -269,15 +269,7 @@ class Learner(Predictor):
         }
 
 
-def load(
-    path: Path | str,
-    weights: Path | str | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    compile: str = "auto",
-) -> Learner:
-    """The learner in a model directory."""
-    return Learner.load(path, weights, device, precision, compile)
+load = Learner.load
 
 
 def _only(task: Task, classes: Sequence[str]) -> Task:

@@ -25,6 +25,7 @@ from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task
 
 NEARLY_FULL = 0.95
+ENOUGH_TO_HOLD_OUT = 5  # samples of a class; one with fewer needs them all
 
 
 @dataclass(frozen=True)

@@ -219,15 +219,24 @@ class Method(ABC):
 
         So a run that was interrupted and resumed draws the same numbers as one that was not.
         """
-        number = len(self.task_classes_) + self.removed_tasks if task is None else task
-        mixed = np.random.SeedSequence([self.seed, number, zlib.crc32(purpose.encode())])
-        return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
+        return seeded(self.seed, len(self.task_classes_) + self.removed_tasks if task is None else task, purpose)
+
+
+def seeded(seed: int, number: int, purpose: str) -> torch.Generator:
+    """Random numbers that depend on these three alone."""
+    mixed = np.random.SeedSequence([seed, number, zlib.crc32(purpose.encode())])
+    return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
 
 
 def task_of_class(task_classes: Sequence[Sequence[str]]) -> Tensor:
     """The number of the task that brought each class."""
-    sizes = torch.tensor([len(classes) for classes in task_classes], dtype=torch.long)
-    return torch.arange(len(sizes)).repeat_interleave(sizes)
+    return owners([len(classes) for classes in task_classes])
+
+
+def owners(sizes: Sequence[int]) -> Tensor:
+    """0 as often as the first size says, then 1 as often as the second, and so on."""
+    counts = torch.tensor(sizes, dtype=torch.long)
+    return torch.arange(len(counts)).repeat_interleave(counts)
 
 
 def _cloned(part: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import Batches, Compute, Inference, Listener, Recipe, Samples, train
 from tpl.methods.base import Method
-from tpl.nets import Encoder
+from tpl.nets import AdapterStack, Encoder
 from tpl.state import State
 from tpl.stream import Task
 
@@ -90,6 +90,13 @@ class NetworkMethod(Method):
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.network = self.new_network()
+        self._logits = Inference(  # of any weights: the network is made anew, and its head grows
+            lambda images, head, bias, norms, *weights: F.linear(
+                encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype), head, bias
+            ),
+            compute,
+            self.normalise,
+        )
 
     def new_network(self) -> Network:
         """A network that knows no class yet."""
@@ -111,7 +118,8 @@ class NetworkMethod(Method):
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""
-        logits = Inference(self.network, self.compute, self.normalise)(pixels)
+        network = self.network
+        logits = self._logits(pixels, network.head_weight, network.head_bias, network.norms, *network.adapters.weights)
         return logits.double().log_softmax(dim=1)
 
     def remove_class(self, task: int, own: int, number: int) -> None:

@@ -23,6 +23,7 @@ from tpl.methods.lessons import Lesson
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts
+from tpl.scores.ratio import memory_scores, oppose
 from tpl.state import State
 from tpl.stream import Task
 
@@ -219,23 +220,13 @@ class TPL(BankMethod):
         owner = task_of_class(task_classes).to(self.compute.device)
         labels = self.memory.labels.to(self.compute.device)
         tasks = owner[labels]
-        # A task that nobody else's memory opposes would stand out: then kNN is left out for all of them.
-        opposed = self._opposed = all(bool((tasks != t).any()) for t in range(len(task_classes)))
-        for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
-            others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
-            score.refresh(seen.features[tasks == t], seen.features[others], labels[others])
+        self._opposed = oppose(self.scores_, self.memory_outputs_, tasks, labels)
         if calibrate:
-            wanted = self.config.calibration != "none" and opposed and len(task_classes) > 1
+            wanted = self.config.calibration != "none" and self._opposed and len(task_classes) > 1
             self.calibration_ = self._calibrate(labels, tasks, owner) if wanted else None
 
     def _calibrate(self, labels: Tensor, tasks: Tensor, owner: Tensor) -> Tensor:
-        columns = []
-        for t, (score, seen) in enumerate(zip(self.scores_, self.memory_outputs_, strict=True)):
-            # Every sample is itself in one of this task's two kNN banks: it must not find itself.
-            mine = tasks == t
-            places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (mine, ~mine)]
-            columns.append(score.score_features(seen.features, seen.logits, *places))
-        scores = torch.stack(columns, dim=1)
+        scores = memory_scores(self.scores_, self.memory_outputs_, tasks)
         if self.config.calibration == "score":
             return calibrate_scores(scores, tasks)
         if self.config.calibration == "shift":

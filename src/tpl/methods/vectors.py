@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import warnings
-import zlib
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +19,8 @@ from tpl.config import option
 from tpl.engine import Compute, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
-from tpl.methods.bank import Bank, HeldOut, Outputs
+from tpl.methods.bank import ENOUGH_TO_HOLD_OUT, Bank, HeldOut, Outputs
+from tpl.methods.base import owners, seeded
 from tpl.methods.lessons import Lesson, learn_lessons
 from tpl.methods.tpl import TPLConfig
 from tpl.nets import Encoder
@@ -28,12 +28,12 @@ from tpl.nets.vectors import VectorEncoder
 from tpl.scores import LikelihoodRatio
 from tpl.scores.calibration import calibrate_scores
 from tpl.scores.conformal import unknown_scores
+from tpl.scores.ratio import memory_scores, oppose
 
 Array = NDArray[Any]
 
 BLOCK = 4096  # vectors at a time through the network
 FARTHEST = 10.0  # deviations at which a standardised feature is cut off
-ENOUGH_TO_HOLD_OUT = 5  # samples of a class below which none is held out
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ class VectorMemory:
 
     def all(self) -> tuple[Tensor, Tensor]:
         """All vectors, class by class, and the number of each one's class."""
-        counts = torch.tensor([len(keys) for keys in self.keys], device=self.keys[0].device)
-        return torch.cat(self.vectors), torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return torch.cat(self.vectors), owners([len(keys) for keys in self.keys]).to(self.keys[0].device)
 
 
 class VectorTPL:
@@ -139,8 +138,7 @@ class VectorTPL:
 
     def generator(self, purpose: str, number: int) -> torch.Generator:
         """Random numbers that depend on the seed, a running number and the purpose alone."""
-        mixed = np.random.SeedSequence([self.seed, number, zlib.crc32(purpose.encode())])
-        return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
+        return seeded(self.seed, number, purpose)
 
     def standardised(self, vectors: Array) -> Tensor:
         """Vectors as the network takes them, float32; far-off values are cut where a unit could not tell them apart."""
@@ -219,27 +217,17 @@ class VectorTPL:
         """Give every score the others' memory, and calibrate on it: both change with every task."""
         self.memory.settle()
         vectors, classes = self.memory.all()
-        tasks = self.owner[classes]
-        # A task that nobody else's memory opposes would stand out: then kNN is left out for all of them.
-        opposed = all(bool((tasks != t).any()) for t in range(len(self.tasks)))
-        columns = []
-        for t, task in enumerate(self.tasks):
-            seen = self.bank.outputs(vectors, t)
-            others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
-            task.score.refresh(seen.features[tasks == t], seen.features[others], classes[others])
-            # Every sample is itself in one of this task's two kNN banks: it must not find itself.
-            places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (tasks == t, tasks != t)]
-            columns.append(task.score.score_features(*seen, *places) if opposed else None)
+        tasks, seen, scores = self.owner[classes], self._outputs(vectors), [task.score for task in self.tasks]
+        opposed = oppose(scores, seen, tasks, classes)
         wanted = self.config.calibration == "score" and opposed and len(self.tasks) > 1
-        self.calibration = calibrate_scores(torch.stack(cast(list[Tensor], columns), dim=1), tasks) if wanted else None
+        self.calibration = calibrate_scores(memory_scores(scores, seen, tasks), tasks) if wanted else None
 
     # Answers
 
     @property
     def owner(self) -> Tensor:
         """The number of the task that brought each class."""
-        sizes = torch.tensor([task.own for task in self.tasks], device=self.bank.compute.device)
-        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        return owners([task.own for task in self.tasks]).to(self.bank.compute.device)
 
     def log_probabilities(self, vectors: Tensor) -> Tensor:
         """log P(class | x), `[n, classes]`, classes by arrival (Eq. 3)."""

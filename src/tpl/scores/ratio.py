@@ -10,6 +10,7 @@ part can be exchanged, so that the paper's ablations are choices made at evaluat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -164,6 +165,34 @@ class LikelihoodRatio(Score):
         self.centres.load_state({k: v for k, v in state.items() if k != "scales_"})
         nobody = self.centres.means_[:0]
         return self.refresh(nobody, nobody)
+
+
+def oppose(
+    scores: Sequence[LikelihoodRatio], seen: Sequence[tuple[Tensor, Tensor]], tasks: Tensor, labels: Tensor
+) -> bool:
+    """Give every task's score the memory of the others; tell whether each of them has any.
+
+    `seen[t]` are features and logits of the memory under task t, `tasks` and `labels` its samples' own. A task that
+    nobody else's memory opposes would stand out: then kNN is left out for all of them.
+    """
+    opposed = all(bool((tasks != t).any()) for t in range(len(scores)))
+    for t, (score, (features, _)) in enumerate(zip(scores, seen, strict=True)):
+        others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
+        score.refresh(features[tasks == t], features[others], labels[others])
+    return opposed
+
+
+def memory_scores(scores: Sequence[LikelihoodRatio], seen: Sequence[tuple[Tensor, Tensor]], tasks: Tensor) -> Tensor:
+    """Every task's score of the memory itself, `[n, tasks]`, for calibration.
+
+    Every sample is itself in one of a task's two kNN banks: it must not find itself.
+    """
+    columns = []
+    for t, (score, outputs) in enumerate(zip(scores, seen, strict=True)):
+        mine = tasks == t
+        places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (mine, ~mine)]
+        columns.append(score.score_features(*outputs, *places))
+    return torch.stack(columns, dim=1)
 
 
 def positive_mean(score: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Progress:
 
 def carry_out(order: Order, tell: Any) -> None:
     """Learn and commit. Nobody else writes to the directory from the first read to the commit."""
+    from tpl.intake import hold_out
     from tpl.learner import Learner
     from tpl.schedule import epochs_for
     from tpl.serve.limits import Limits, check_images
@@ -81,8 +82,8 @@ def carry_out(order: Order, tell: Any) -> None:
         usable = found.with_images(images)
         _tell_problems(problems, set(found.class_names) - set(usable.class_names), order, tell)
         task = Task(order.name, usable.class_names, usable.images)
-        method, train = learner.method, round((1 - order.held_out) * len(task.train))
-        method.config = method.config.replace(epochs=order.epochs or epochs_for(method, train))
+        method, (train, _) = learner.method, hold_out(task, order.held_out, [learner.method.seed])
+        method.config = method.config.replace(epochs=order.epochs or epochs_for(method, len(train)))
         learner.learn(task, name=order.name, held_out=order.held_out, listen=Progress(tell), source=order.title)
         tell(progress=TRAINING, message="writing the model")
     tell(done=asdict(learner.tasks_[-1]))

@@ -47,6 +47,26 @@ class ImageSet(ABC):
         return relabelled(self, chosen, self.labels[chosen])
 
 
+class Wrapped(ImageSet):
+    """Another set's images, by another way of loading them."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self._images = images
+
+    @property
+    def labels(self) -> Labels:
+        return self._images.labels
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, index: int) -> str:
+        return self._images.name(index)
+
+    def identity(self, index: int) -> bytes:
+        return self._images.identity(index)
+
+
 class ArrayImages(ImageSet):
     """Images held in memory: uint8 `pixels` of shape [n, h, w, 3], or [n, h, w] for grey ones."""
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from tpl.stream.images import ImageSet, Labels, positions
+from tpl.stream.images import ImageSet, Wrapped, positions
 
 # 50 000 images of 32 x 32 take 154 MB.
 MAX_BYTES = 1 << 28
 
 
-class KeptImages(ImageSet):
+class KeptImages(Wrapped):
     """`images`, each decoded the first time it is asked for and then held in memory, from any thread.
 
     Only images of one size are held, that of the first, and none if they would take more than `MAX_BYTES`: those
@@ -22,17 +22,10 @@ class KeptImages(ImageSet):
     """
 
     def __init__(self, images: ImageSet) -> None:
-        self._images = images
+        super().__init__(images)
         self._lock = threading.Lock()
         self._pixels: NDArray[np.uint8] | None = None  # made for the first image; its pages fill as images do
         self._known = np.zeros(len(images), dtype=bool)
-
-    @property
-    def labels(self) -> Labels:
-        return self._images.labels
-
-    def __len__(self) -> int:
-        return len(self._images)
 
     def load(self, index: int) -> Image.Image:
         if self._pixels is not None and 0 <= index < len(self) and self._known[index]:
@@ -40,12 +33,6 @@ class KeptImages(ImageSet):
         image = self._images.load(index)
         self._keep(index, image)
         return image
-
-    def name(self, index: int) -> str:
-        return self._images.name(index)
-
-    def identity(self, index: int) -> bytes:
-        return self._images.identity(index)
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         chosen = positions(indices, len(self))

@@ -16,7 +16,7 @@ from PIL import Image
 from tpl.stream.decoding import decode
 from tpl.stream.errors import UnreadableImage
 from tpl.stream.files import read_bytes
-from tpl.stream.images import ImageSet, Labels, as_labels
+from tpl.stream.images import ImageSet, Labels, Wrapped, as_labels
 from tpl.stream.inputs.walk import Found
 from tpl.stream.preprocess import Preprocess
 
@@ -118,19 +118,13 @@ class _Found(ImageSet):
         return self._found[index].name.encode(errors="surrogateescape")
 
 
-class _Tolerant(ImageSet):
+class _Tolerant(Wrapped):
     """Images of which an unreadable one is a blank, and its reason noted."""
 
     def __init__(self, images: ImageSet, preprocess: Preprocess) -> None:
-        self._images, self._preprocess = images, preprocess
+        super().__init__(images)
+        self._preprocess = preprocess
         self.errors: list[str | None] = [None] * len(images)
-
-    @property
-    def labels(self) -> Labels:
-        return self._images.labels
-
-    def __len__(self) -> int:
-        return len(self._images)
 
     def load(self, index: int) -> Image.Image:
         try:
@@ -140,9 +134,3 @@ class _Tolerant(ImageSet):
         except (ValueError, MemoryError) as error:
             self.errors[index] = f"{self.name(index)} cannot be resized: {error}"
         return Image.new("RGB", (self._preprocess.width, self._preprocess.height))
-
-    def name(self, index: int) -> str:
-        return self._images.name(index)
-
-    def identity(self, index: int) -> bytes:
-        return self._images.identity(index)

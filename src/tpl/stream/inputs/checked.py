@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.stream.errors import UnreadableImage
-from tpl.stream.images import ImageSet, Labels, in_range
+from tpl.stream.images import ImageSet, Wrapped, in_range
 from tpl.stream.threads import in_chunks
 
 # Shrunk images that are kept: about 3 500 of them for an encoder of 224 pixels. Others are decoded again when needed.
@@ -49,28 +49,16 @@ def readable(
     return Shrunk(images.select(good), kept, shrink), problems
 
 
-class Shrunk(ImageSet):
+class Shrunk(Wrapped):
     """Images that were read before and, where there was room, kept at the size that is worth keeping."""
 
     def __init__(self, images: ImageSet, kept: list[Pixels | None], shrink: Shrink) -> None:
-        self._images, self._kept, self._shrink = images, kept, shrink
-
-    @property
-    def labels(self) -> Labels:
-        return self._images.labels
-
-    def __len__(self) -> int:
-        return len(self._images)
+        super().__init__(images)
+        self._kept, self._shrink = kept, shrink
 
     def load(self, index: int) -> Image.Image:
         pixels = self._kept[in_range(index, len(self))]
         return self._shrink(self._images.load(index)) if pixels is None else Image.fromarray(pixels)
-
-    def name(self, index: int) -> str:
-        return self._images.name(index)
-
-    def identity(self, index: int) -> bytes:
-        return self._images.identity(index)
 
 
 def _read(images: ImageSet, index: int, shrink: Shrink) -> Pixels | str:
