@@ -60,18 +60,19 @@ def calibrate_probabilities(
 
     `within` `[n, classes]` holds each class's probability inside its own task.
     """
-    base = within * scores[:, task_of_class]
+    # Thousands of tiny steps: on a GPU each would cost a launch, so they are done beside it.
+    base, task_of_class, classes = (part.cpu() for part in (within * scores[:, task_of_class], task_of_class, classes))
     with torch.enable_grad():
-        affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
+        affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(base)
         affine.requires_grad_(True)
         optimiser = torch.optim.SGD([affine], lr=0.01, momentum=0.9)
         for _ in range(STEPS):
-            for rows in torch.randperm(len(base), generator=generator).to(base.device).split(BATCH):
+            for rows in torch.randperm(len(base), generator=generator).split(BATCH):
                 optimiser.zero_grad()
                 per_class = affine[:, task_of_class]
                 F.cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows]).backward()
                 optimiser.step()
-    return _sane(affine.detach())
+    return _sane(affine.detach().to(scores.device))
 
 
 def _sane(affine: Tensor) -> Tensor:
