@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Samples, silent, train
+from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Recipe, Samples, silent, train
 from tpl.engine.train import cycle_length
 from tpl.errors import TplError
 
@@ -18,6 +18,10 @@ def samples(n: int, offset: int) -> Samples:
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def float_of(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.float()
 
 
 def test_new_images_come_once_and_replay_keeps_the_ratio_one_to_one() -> None:
@@ -103,7 +107,7 @@ def test_a_diverging_loss_is_a_clear_error() -> None:
     objective = Diverging()
     batches = Batches(samples(4, 0), None, 2, generator())
     with pytest.raises(TplError, match="learning rate"):
-        train(objective, GatedSGD([objective.weight], 0.1), [batches], 2, lambda p: p.float(), [silent])
+        train(objective, GatedSGD([objective.weight], 0.1), [batches], Recipe(epochs=2), float_of, [silent])
 
 
 class Quadratic(Diverging):
@@ -114,9 +118,33 @@ class Quadratic(Diverging):
 def test_the_end_of_training_tells_how_many_images_it_took() -> None:
     objective, heard = Quadratic(), list[Event]()
     batches = Batches(samples(5, 0), samples(3, 0), 2, generator())
-    train(objective, GatedSGD([objective.weight], 0.01), [batches], 3, lambda p: p.float(), [heard.append])
+    train(objective, GatedSGD([objective.weight], 0.01), [batches], Recipe(epochs=3), float_of, [heard.append])
     assert [event.kind for event in heard] == ["epoch"] * 3 + ["trained"]
     assert heard[-1].data["images"] == 30 and heard[-1].data["networks"] == 1
+
+
+def test_a_cosine_schedule_equals_that_of_torch() -> None:
+    recipe = Recipe(epochs=3, lr=0.1, schedule="cosine")
+    objective, new = Quadratic(), samples(6, 0)
+    train(
+        objective,
+        recipe.optimiser([objective.weight]),
+        [Batches(new, None, 2, generator())],
+        recipe,
+        float_of,
+        [silent],
+    )
+    weight = torch.ones(1, requires_grad=True)
+    optimiser = torch.optim.SGD([weight], recipe.lr, recipe.momentum)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=9)
+    feed = Feed([Batches(new, None, 2, generator())], full=False)
+    for _ in range(3):
+        for inputs in feed.epoch():
+            optimiser.zero_grad()
+            (weight - float_of(feed.gather(*inputs)[0]).mean()).square().backward()
+            optimiser.step()
+            schedule.step()
+    torch.testing.assert_close(objective.weight, weight)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,17 @@ class GatedSGD(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults)
         self.gates: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the gate, and where it is not closed
+        self._factor: Tensor | None = None  # on the device, where a recorded step reads it
 
     def gate(self, parameter: Tensor, gate: Tensor) -> None:
         """Let `parameter` move by `gate` (1 = freely, 0 = not at all) times its update."""
         self.gates[parameter] = gate, gate > 0
+
+    def scale_rate(self, factor: float) -> None:
+        """Go on at `factor` times the learning rate. Call it before a step is recorded, and before any step after."""
+        if self._factor is None:
+            self._factor = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        self._factor.fill_(factor)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -48,6 +55,8 @@ class GatedSGD(torch.optim.Optimizer):
                 if (gate := self.gates.get(p)) is not None:
                     # Not a plain product: zero times an overflow would be NaN in a protected weight.
                     update = torch.where(gate[1], update * gate[0], 0)
+                if self._factor is not None:
+                    update = update * self._factor
                 p.sub_(update, alpha=group["lr"])
 
     def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:

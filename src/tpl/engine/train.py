@@ -26,7 +26,12 @@ class Recipe(Config):
 
     epochs: int = option(20, "passes over a task's training images", minimum=1)
     batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1)
-    lr: float = option(0.005, "learning rate, constant", above=0)
+    lr: float = option(0.005, "learning rate", above=0)
+    schedule: str = option(
+        "constant",
+        "constant: the rate stays (paper); cosine: it falls to zero by the last step",
+        ("constant", "cosine"),
+    )
     momentum: float = option(0.9, "momentum of SGD", minimum=0)
     weight_decay: float = option(0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0)
     nesterov: bool = option(False, "Nesterov momentum: false by the paper's text, true in the public code")
@@ -39,6 +44,10 @@ class Recipe(Config):
     def optimiser(self, parameters: Sequence[Tensor]) -> GatedSGD:
         """The optimiser this recipe asks for."""
         return GatedSGD(parameters, self.lr, self.momentum, self.weight_decay, self.nesterov)
+
+    def rate_at(self, done: float) -> float:
+        """The share of the learning rate that is left when the share `done` of all steps is."""
+        return 1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * done)
 
 
 def cycle_length(steps: int, epochs: int) -> int:
@@ -54,15 +63,15 @@ def train(
     objective: Objective,
     optimiser: GatedSGD,
     networks: Sequence[Batches],
-    epochs: int,
+    recipe: Recipe,
     normalise: Callable[[Tensor], Tensor],
     listeners: Sequence[Listener],
 ) -> None:
-    """Train for `epochs` epochs at a constant rate, as the paper does; a listener for each network.
+    """Train as long and as fast as the recipe says; a listener for each network.
 
     The losses are read once an epoch: nothing inside an epoch waits for the device.
     """
-    started = time.perf_counter()
+    started, epochs = time.perf_counter(), recipe.epochs
     recorded = networks[0].new.labels.device.type == "cuda"
     feed = Feed(networks, full=recorded)
     plain = Step(objective, optimiser, feed, normalise)
@@ -72,6 +81,8 @@ def train(
     for epoch in range(epochs):
         plain.total.zero_()
         for number, inputs in enumerate(feed.epoch(), start=epoch * feed.steps):
+            if recipe.schedule != "constant":
+                optimiser.scale_rate(recipe.rate_at(number / (epochs * feed.steps)))
             step(progress[number % cycle], inputs)
         for loss, listen in zip((plain.total / feed.steps).tolist(), listeners, strict=True):
             if not math.isfinite(loss):

@@ -62,7 +62,7 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     objective.protect(optimiser)
     networks = [Batches(x.samples, x.replay, recipe.batch_size, x.generator) for x in lessons]
     listeners = [lesson.listen for lesson in lessons]
-    train(objective, optimiser, networks, recipe.epochs, lessons[0].bank.normalise, listeners)
+    train(objective, optimiser, networks, recipe, lessons[0].bank.normalise, listeners)
     objective.hand_back()
     for lesson, model in zip(lessons, models, strict=True):
         lesson.bank.add(model)

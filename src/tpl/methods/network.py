@@ -114,7 +114,7 @@ class NetworkMethod(Method):
         trainable = [p for p in self.network.parameters() if p.requires_grad]
         batches = Batches(samples, None, config.batch_size, self.generator("training"))
         objective, optimiser = CrossEntropy(self.network), config.optimiser(trainable)
-        train(objective, optimiser, [batches], config.epochs, self.normalise, [listen])
+        train(objective, optimiser, [batches], config, self.normalise, [listen])
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""
