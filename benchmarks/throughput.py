@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tpl.bench.environment import describe_environment
-from tpl.engine import Batches, Feed, RecordedStep, Samples, Step, choose_compute
+from tpl.engine import Feed, RecordedStep, Samples, Step, choose_compute
 from tpl.methods.lessons import HatObjective
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
@@ -64,7 +64,7 @@ def training(methods: list[TPL]) -> tuple[Callable[[], None], int]:
         models.append(bank.new_task(10, 11, generator))
         count = (40 if recorded else 4) * method.config.batch_size
         new, replay = (random_samples(method, count, generator) for _ in range(2))
-        batches.append(Batches(new, replay, method.config.batch_size, generator))
+        batches.append(method.config.batches(new, replay, generator))
     objective = HatObjective([method.bank for method in methods], models)
     optimiser = first.config.optimiser(objective.parameters())
     objective.protect(optimiser)

@@ -36,6 +36,24 @@ def test_new_images_come_once_and_replay_keeps_the_ratio_one_to_one() -> None:
         assert counts.max() - counts.min() <= 2  # an endless row of permutations, not a lottery
 
 
+def test_half_of_the_images_are_mirrored_and_every_one_still_comes_once() -> None:
+    pixels = torch.arange(400 * 2, dtype=torch.int64).view(400, 1, 1, 2).expand(400, 3, 2, 2) % 251
+    new = Samples(pixels[:300].to(torch.uint8), torch.arange(300))
+    replay = Samples(pixels[300:].to(torch.uint8), torch.arange(300, 400))
+    feed = Feed([Batches(new, replay, 32, generator(), mirror=True)], full=True)
+    turned, seen = 0, list[int]()
+    for inputs in feed.epoch():
+        images, labels = feed.gather(*inputs)
+        for image, label in zip(images, labels[0].tolist(), strict=True):
+            if label != IGNORED:
+                plain = pixels[label].to(torch.uint8)
+                assert torch.equal(image, plain) or torch.equal(image, plain.flip(-1))
+                turned += torch.equal(image, plain.flip(-1))
+                seen.append(label)
+    assert sorted(label for label in seen if label < 300) == list(range(300))
+    assert 230 < turned < 370 and len(seen) == 600
+
+
 def test_empty_memory_is_no_replay() -> None:
     feed = Feed([Batches(samples(5, 0), samples(0, 0), 2, generator())])
     assert [feed.gather(*inputs)[1].shape[1] for inputs in feed.epoch()] == [2, 2, 1]

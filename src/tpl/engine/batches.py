@@ -13,7 +13,7 @@ from torch import Tensor
 IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's own word for it
 
 # Row numbers of new samples `[networks, n]` and of replayed ones, then, for each set of new samples that is too large
-# for the device, the pixels of its rows.
+# for the device, the pixels of its rows. Row n + i of n samples is the mirror image of row i; row -1 is no sample.
 Inputs = tuple[Tensor, ...]
 
 
@@ -40,12 +40,20 @@ class Samples:
 class Batches:
     """Shuffled batches of new samples, each joined by as many replayed ones.
 
-    Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes.
+    Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes. With `mirror`,
+    every image is turned left to right half of the time.
     """
 
-    def __init__(self, new: Samples, replay: Samples | None, batch_size: int, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        new: Samples,
+        replay: Samples | None,
+        batch_size: int,
+        generator: torch.Generator,
+        mirror: bool = False,
+    ) -> None:
         self.new, self.replay = new, replay if replay is not None and len(replay) else None
-        self.batch_size, self.generator = batch_size, generator
+        self.batch_size, self.generator, self.mirror = batch_size, generator, mirror
         self._replay_order = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -61,7 +69,14 @@ class Batches:
     def epoch(self) -> tuple[Tensor, Tensor]:
         """One pass over the new samples: their rows in random order, and a row to replay beside each of them."""
         order = torch.randperm(len(self.new), generator=self.generator)
-        return order, self._next_replay(len(order)) if self.replay is not None else order[:0]
+        old = self._next_replay(len(order)) if self.replay is not None else order[:0]
+        if self.mirror:
+            order, old = self._turned(order, len(self.new)), self._turned(old, len(self.replay or ()))
+        return order, old
+
+    def _turned(self, rows: Tensor, count: int) -> Tensor:
+        """Half of the rows, drawn by lot, as those of their mirror images."""
+        return rows + count * torch.randint(0, 2, rows.shape, generator=self.generator)
 
     def _next_replay(self, count: int) -> Tensor:
         assert self.replay is not None
@@ -123,11 +138,14 @@ class Feed:
             if i in given:
                 own.copy_(given[i])
             else:
-                torch.index_select(network.new.pixels, 0, rows[i].clamp_min(0), out=own)
-            parts = [_labels(network.new, rows[i])]
+                torch.index_select(network.new.pixels, 0, _places(network.new, rows[i]), out=own)
+            parts, turned = [_labels(network.new, rows[i])], [rows[i] >= len(network.new)]
             if network.replay is not None:
-                torch.index_select(network.replay.pixels, 0, old[i].clamp_min(0), out=replayed)
+                torch.index_select(network.replay.pixels, 0, _places(network.replay, old[i]), out=replayed)
                 parts.append(_labels(network.replay, old[i]))
+                turned.append(old[i] >= len(network.replay))
+            if network.mirror:
+                pixels[i] = torch.where(torch.cat(turned)[:, None, None, None], pixels[i].flip(-1), pixels[i])
             labels.append(torch.cat(parts))
         return pixels.flatten(0, 1), torch.stack(labels)
 
@@ -145,11 +163,17 @@ class Feed:
         return list(torch.cat(parts, dim=1).to(self.device).split(sizes, dim=1))
 
     def _send_pixels(self, rows: Tensor) -> list[Tensor]:
-        batches = [self.networks[i].new.pixels[rows[i].clamp_min(0)] for i in self.streamed]
+        new = [(self.networks[i].new, rows[i]) for i in self.streamed]
+        batches = [samples.pixels[_places(samples, own)] for samples, own in new]
         if self.device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]  # only then is the copy asynchronous
         return [batch.to(self.device, non_blocking=True) for batch in batches]
 
 
+def _places(samples: Samples, rows: Tensor) -> Tensor:
+    """Where the rows' images lie, mirrored or not; those that only fill up get some image."""
+    return rows.clamp_min(0) % len(samples)
+
+
 def _labels(samples: Samples, rows: Tensor) -> Tensor:
-    return torch.where(rows < 0, IGNORED, samples.labels[rows.clamp_min(0)])
+    return torch.where(rows < 0, IGNORED, samples.labels[_places(samples, rows)])

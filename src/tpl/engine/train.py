@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine.batches import Batches, Feed
+from tpl.engine.batches import Batches, Feed, Samples
 from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
 from tpl.engine.steps import Objective, RecordedStep, Step
@@ -32,6 +32,9 @@ class Recipe(Config):
         "constant: the rate stays (paper); cosine: it falls to zero by the last step",
         ("constant", "cosine"),
     )
+    augment: str = option(
+        "none", "none (public code); mirror: images are turned left to right half of the time", ("none", "mirror")
+    )
     momentum: float = option(0.9, "momentum of SGD", minimum=0)
     weight_decay: float = option(0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0)
     nesterov: bool = option(False, "Nesterov momentum: false by the paper's text, true in the public code")
@@ -44,6 +47,10 @@ class Recipe(Config):
     def optimiser(self, parameters: Sequence[Tensor]) -> GatedSGD:
         """The optimiser this recipe asks for."""
         return GatedSGD(parameters, self.lr, self.momentum, self.weight_decay, self.nesterov)
+
+    def batches(self, new: Samples, replay: Samples | None, generator: torch.Generator) -> Batches:
+        """The batches this recipe asks for."""
+        return Batches(new, replay, self.batch_size, generator, mirror=self.augment == "mirror")
 
     def rate_at(self, done: float) -> float:
         """The share of the learning rate that is left when the share `done` of all steps is."""

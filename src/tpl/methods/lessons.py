@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.engine import IGNORED, Batches, Event, GatedSGD, Listener, Recipe, Samples, train
+from tpl.engine import IGNORED, Event, GatedSGD, Listener, Recipe, Samples, train
 from tpl.nets import AdapterStack, hat
 from tpl.nets.adapters import gates
 
@@ -60,7 +60,7 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     objective = HatObjective([lesson.bank for lesson in lessons], models)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
-    networks = [Batches(x.samples, x.replay, recipe.batch_size, x.generator) for x in lessons]
+    networks = [recipe.batches(lesson.samples, lesson.replay, lesson.generator) for lesson in lessons]
     listeners = [lesson.listen for lesson in lessons]
     train(objective, optimiser, networks, recipe, lessons[0].bank.normalise, listeners)
     objective.hand_back()

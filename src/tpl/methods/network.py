@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Batches, Compute, Inference, Listener, Recipe, Samples, train
+from tpl.engine import Compute, Inference, Listener, Recipe, Samples, train
 from tpl.methods.base import Method
 from tpl.nets import AdapterStack, Encoder
 from tpl.state import State
@@ -112,7 +112,7 @@ class NetworkMethod(Method):
         """Cross-entropy training on `samples`, labelled by class number."""
         config = self.config
         trainable = [p for p in self.network.parameters() if p.requires_grad]
-        batches = Batches(samples, None, config.batch_size, self.generator("training"))
+        batches = config.batches(samples, None, self.generator("training"))
         objective, optimiser = CrossEntropy(self.network), config.optimiser(trainable)
         train(objective, optimiser, [batches], config, self.normalise, [listen])
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt
 
+SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
+
 
 class Encoder(nn.Module):
     """A frozen trunk that turns normalised images into features."""
@@ -55,6 +57,9 @@ class Encoder(nn.Module):
 
         (Compiling several blocks as one piece takes longer and gains one per cent.)
         """
+        # Each number of networks, with and without replay, has shapes of its own. Beyond the limit torch would go on
+        # uncompiled, at half the speed.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         self._through, self.fused = torch.compile(_adapted_block, dynamic=False), True
 
     def train(self, mode: bool = True) -> Self:
