@@ -16,7 +16,7 @@ import torch
 
 from tpl.bench.environment import describe_environment
 from tpl.engine import Feed, RecordedStep, Samples, Step, choose_compute
-from tpl.methods.lessons import HatObjective
+from tpl.methods.lessons import BankObjective
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
 
@@ -65,7 +65,7 @@ def training(methods: list[TPL]) -> tuple[Callable[[], None], int]:
         count = (40 if recorded else 4) * method.config.batch_size
         new, replay = (random_samples(method, count, generator) for _ in range(2))
         batches.append(method.config.batches(new, replay, generator))
-    objective = HatObjective([method.bank for method in methods], models)
+    objective = BankObjective([method.bank for method in methods], models, methods[0].config.batch_size)
     optimiser = first.config.optimiser(objective.parameters())
     objective.protect(optimiser)
     feed = Feed(batches, full=recorded)

@@ -8,9 +8,11 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tpl.errors import TplError
+
+C = TypeVar("C", bound="Config")
 
 
 def option(
@@ -42,6 +44,10 @@ class Config:
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def part(self, kind: type[C]) -> C:
+        """Those fields that a base class declares, as one of its own."""
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain names and values, for JSON."""

@@ -201,6 +201,12 @@ def test_ablate_lists_the_variants(tiny: tuple[Path, Result], monkeypatch: pytes
     assert all(name.split(",")[0] in text for name in VARIANTS)
 
 
+def test_ablate_measures_the_groups_it_is_asked_for(tiny: tuple[Path, Result], fail: Callable[..., str]) -> None:
+    answer = ask("ablate", tiny[0], "--device", "cpu", "--only", "k, memory")
+    assert {row["group"] for row in answer["variants"]} == {"", "k", "memory"}
+    assert "no group of variants 'nonsense'" in fail("ablate", tiny[0], "--only", "nonsense")
+
+
 def test_ablate_wants_a_run_of_tpl(joint_run: Path, fail: Callable[..., str]) -> None:
     assert "only tpl has a score" in fail("ablate", joint_run)
 

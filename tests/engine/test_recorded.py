@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tpl.engine import Batches, Feed, Recipe, RecordedStep, Samples, Step, choose_compute
-from tpl.methods.bank import Bank, HatConfig
-from tpl.methods.lessons import HatObjective
+from tpl.methods.bank import Bank
+from tpl.methods.lessons import BankObjective
+from tpl.methods.protect import ProtectConfig
 from tpl.nets import create_encoder
 from tpl.stream import Preprocess
 
@@ -27,7 +28,7 @@ def train_a_little(
     banks, models, batches = [], [], []
     for seed in range(networks):
         generator = torch.Generator().manual_seed(seed)
-        bank = Bank(encoder, HatConfig(latent=16), compute, normalise, generator)
+        bank = Bank(encoder, ProtectConfig(latent=16), compute, normalise, generator)
         bank.used = (torch.rand(bank.adapters.units, generator=generator) > 0.5).float().cuda()
         pixels = torch.randint(0, 256, (70, 3, 32, 32), generator=generator, dtype=torch.uint8).cuda()
         new = Samples(pixels[:50], torch.arange(50).cuda() % 3)
@@ -35,7 +36,7 @@ def train_a_little(
         banks.append(bank)
         models.append(bank.new_task(3, 4, generator))
         batches.append(Batches(new, replay, 16, generator))
-    objective = HatObjective(banks, models)
+    objective = BankObjective(banks, models, 16)
     optimiser = RECIPE.optimiser(objective.parameters())
     objective.protect(optimiser)
     feed = Feed(batches, full=recorded)
@@ -71,7 +72,7 @@ def test_an_image_has_the_same_answer_alone_and_among_many(precision: str) -> No
     encoder = create_encoder("compact").to(compute.device)
     generator = torch.Generator().manual_seed(0)
     normalise = Preprocess(encoder.data_config).normaliser(compute.device, compute.dtype)
-    bank = Bank(encoder, HatConfig(latent=16), compute, normalise, generator)
+    bank = Bank(encoder, ProtectConfig(latent=16), compute, normalise, generator)
     for _ in range(2):
         bank.add(bank.new_task(3, 4, generator))
     pixels = torch.randint(0, 256, (600, 3, 32, 32), generator=generator, dtype=torch.uint8)
@@ -81,7 +82,5 @@ def test_an_image_has_the_same_answer_alone_and_among_many(precision: str) -> No
             alone = bank.outputs(pixels[i : i + 1], t)
             assert torch.equal(alone.features[0], many[t].features[i])
     assert not torch.equal(many[0].features, many[1].features)
-    direct = encoder(
-        normalise(pixels[:9].cuda()), bank.tasks[0].norms, bank.adapters.weights.fold(bank.mask(0)), dtype=compute.dtype
-    )
+    direct = encoder(normalise(pixels[:9].cuda()), bank.tasks[0].norms, bank.weights(0), dtype=compute.dtype)
     torch.testing.assert_close(many[0].features[:9], direct, rtol=1e-2, atol=1e-2 if precision == "fp32" else 0.1)

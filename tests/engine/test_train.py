@@ -113,7 +113,9 @@ class Diverging:
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
 
-    def losses(self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor, draws: torch.Tensor
+    ) -> torch.Tensor:
         return self.weight * torch.inf
 
     def after_backward(self, progress: torch.Tensor) -> None: ...
@@ -129,7 +131,9 @@ def test_a_diverging_loss_is_a_clear_error() -> None:
 
 
 class Quadratic(Diverging):
-    def losses(self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self, images: torch.Tensor, labels: torch.Tensor, progress: torch.Tensor, draws: torch.Tensor
+    ) -> torch.Tensor:
         return (self.weight - images.mean()) ** 2
 
 

@@ -74,10 +74,10 @@ class Evaluator:
             self.known = []  # a new task has moved the old ones' outputs
         old_models = len(self.known)
         for model, before in enumerate(self.known):
-            fresh = [method.bank.outputs(pixels, model) for pixels in self.pixels[seen:]]
+            fresh = [method.outputs_of(model, pixels) for pixels in self.pixels[seen:]]
             self.known[model] = _joined([before, *fresh])
         for model in range(old_models, len(method.bank.tasks)):
-            self.known.append(_joined([method.bank.outputs(pixels, model) for pixels in self.pixels]))
+            self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
         scores = method.task_scores(self.known)
         return method.log_probabilities_of(self.known, scores).cpu(), scores.cpu().numpy()
 

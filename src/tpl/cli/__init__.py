@@ -9,7 +9,17 @@ from importlib import import_module
 from tpl.cli.app import app, main
 
 # In the order of `tpl --help`.
-for _name in ("model_learn", "model_predict", "model", "model_evaluate", "serve", "bench", "reproduce", "about"):
+for _name in (
+    "model_learn",
+    "model_predict",
+    "model",
+    "model_evaluate",
+    "serve",
+    "bench",
+    "figure",
+    "reproduce",
+    "about",
+):
     import_module(f"tpl.cli.{_name}")
 
 __all__ = ["app", "main"]

@@ -80,10 +80,19 @@ def assignments(texts: list[str]) -> dict[str, str]:
 
 def class_orders(text: str) -> list[str]:
     """`natural,random:1` as a list of class orders, each named once."""
-    orders = [name.strip() for name in text.split(",") if name.strip()]
-    if not orders or len(set(orders)) < len(orders):
-        raise TplError("Class orders are joined by commas, each named once, such as natural,random:1.")
-    return orders
+    return _names(text, "Class orders", "natural,random:1")
+
+
+def method_names(text: str) -> list[str]:
+    """`tpl,more` as a list of methods, each named once."""
+    return _names(text, "Methods", "tpl,more")
+
+
+def _names(text: str, what: str, example: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise TplError(f"{what} are joined by commas, each named once, such as {example}.")
+    return names
 
 
 def print_json(content: Any) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's own word for it
 
-# Row numbers of new samples `[networks, n]` and of replayed ones, then, for each set of new samples that is too large
-# for the device, the pixels of its rows. Row n + i of n samples is the mirror image of row i; row -1 is no sample.
+# Row numbers of new samples `[networks, n]`, of replayed ones, and random numbers `[networks, m]`; then, for each set
+# of new samples that is too large for the device, the pixels of its rows. Row n + i of n samples is the mirror image
+# of row i; row -1 is no sample.
 Inputs = tuple[Tensor, ...]
+DRAWS = 2  # where the random numbers are among them
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Batches:
     """Shuffled batches of new samples, each joined by as many replayed ones.
 
     Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes. With `mirror`,
-    every image is turned left to right half of the time.
+    every image is turned left to right half of the time. A step comes with `numbers` random numbers in [0, 1).
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Batches:
         batch_size: int,
         generator: torch.Generator,
         mirror: bool = False,
+        numbers: int = 0,
     ) -> None:
         self.new, self.replay = new, replay if replay is not None and len(replay) else None
-        self.batch_size, self.generator, self.mirror = batch_size, generator, mirror
+        self.batch_size, self.generator, self.mirror, self.numbers = batch_size, generator, mirror, numbers
         self._replay_order = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -73,6 +76,10 @@ class Batches:
         if self.mirror:
             order, old = self._turned(order, len(self.new)), self._turned(old, len(self.replay or ()))
         return order, old
+
+    def draws(self) -> Tensor:
+        """The random numbers of one epoch, `[steps, numbers]`."""
+        return torch.rand(self.steps, self.numbers, generator=self.generator)
 
     def _turned(self, rows: Tensor, count: int) -> Tensor:
         """Half of the rows, drawn by lot, as those of their mirror images."""
@@ -114,7 +121,8 @@ class Feed:
         """The inputs of every step of one epoch, on the device."""
         pairs = [b.epoch() for b in self.networks]
         rows, old = (self._cut(torch.stack(column)) for column in zip(*pairs, strict=True))
-        on_device = zip(*(self._sent(part) for part in (rows, old)), strict=True)
+        draws = torch.stack([b.draws() for b in self.networks]).to(self.device).unbind(1)
+        on_device = zip(*(self._sent(part) for part in (rows, old)), draws, strict=True)
         if not self.streamed:
             yield from on_device
             return
@@ -126,7 +134,7 @@ class Feed:
                     coming = pool.submit(self._send_pixels, rows[step + 1])
                 yield (*indices, *pixels)
 
-    def gather(self, rows: Tensor, old: Tensor, *sent: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, rows: Tensor, old: Tensor, draws: Tensor, *sent: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels `[networks * batch, 3, size, size]` and labels `[networks, batch]` of one step."""
         given = dict(zip(self.streamed, sent, strict=True))
         per_network = rows.shape[1] + old.shape[1]

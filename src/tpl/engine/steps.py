@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tpl.engine.batches import Feed, Inputs
+from tpl.engine.batches import DRAWS, Feed, Inputs
 from tpl.engine.optim import GatedSGD
 
 
@@ -19,10 +19,11 @@ class Objective(Protocol):
     on the device, and an objective must not branch on its value: on a GPU a step is recorded once and replayed.
     """
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """The loss of every network, `[networks]`, on its part of a batch of normalised images.
 
-        `labels` is `[networks, batch]`; rows labelled `IGNORED` do not count.
+        `labels` is `[networks, batch]`; rows labelled `IGNORED` do not count. `draws` are the step's random numbers,
+        `[networks, numbers]`.
         """
 
     def after_backward(self, progress: Tensor) -> None:
@@ -45,7 +46,7 @@ class Step:
         """Forward, backward, update."""
         pixels, labels = self.feed.gather(*inputs)
         self.optimiser.zero_grad(set_to_none=True)
-        losses = self.objective.losses(self.normalise(pixels), labels, progress)
+        losses = self.objective.losses(self.normalise(pixels), labels, progress, inputs[DRAWS])
         losses.sum().backward()  # the networks share no parameter: each gets its own gradient
         self.objective.after_backward(progress)
         self.optimiser.step()

@@ -48,9 +48,9 @@ class Recipe(Config):
         """The optimiser this recipe asks for."""
         return GatedSGD(parameters, self.lr, self.momentum, self.weight_decay, self.nesterov)
 
-    def batches(self, new: Samples, replay: Samples | None, generator: torch.Generator) -> Batches:
-        """The batches this recipe asks for."""
-        return Batches(new, replay, self.batch_size, generator, mirror=self.augment == "mirror")
+    def batches(self, new: Samples, replay: Samples | None, generator: torch.Generator, numbers: int = 0) -> Batches:
+        """The batches this recipe asks for, with `numbers` random numbers a step."""
+        return Batches(new, replay, self.batch_size, generator, self.augment == "mirror", numbers)
 
     def rate_at(self, done: float) -> float:
         """The share of the learning rate that is left when the share `done` of all steps is."""

@@ -1,44 +1,31 @@
-"""The bank: all task models in one network, kept apart by HAT masks.
+"""The bank: all task models in one network, kept apart by a protection such as HAT's masks.
 
-The frozen encoder and the adapters are shared. A task owns a mask embedding, its layer norms and
-its head. While a task is trained, gates hold still every adapter weight that an earlier task uses,
+The frozen encoder and the adapters are shared. A task owns its mask, its layer norms and its head.
+While a task is trained, the protection holds still every adapter weight that an earlier task uses,
 so an old task's features never change: with binary masks not by a single bit.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.config import Config, option
 from tpl.engine import Compute, Event, Inference, Listener, Samples
 from tpl.methods.base import Method
 from tpl.methods.lessons import Lesson, learn_lessons
-from tpl.nets import Adapters, AdapterStack, Encoder, hat
+from tpl.methods.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.techniques import Technique
+from tpl.nets import Adapters, AdapterStack, Encoder
 from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task
 
 NEARLY_FULL = 0.95
 ENOUGH_TO_HOLD_OUT = 5  # samples of a class; one with fewer needs them all
-
-
-@dataclass(frozen=True)
-class HatConfig(Config):
-    """The network a task is learned in."""
-
-    latent: int = option(64, "hidden units of an adapter", minimum=1)
-    masks: str = option("binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"))
-    s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1)
-    sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0)
-    mask_gradient: str = option(
-        "autograd", "autograd with compensation, as published; analytic: its closed form", ("autograd", "analytic")
-    )
 
 
 class Outputs(NamedTuple):
@@ -62,22 +49,19 @@ class HeldOut(NamedTuple):
 
 
 class TaskModel(nn.Module):
-    """What one task owns."""
+    """What one task owns; `embedding` is what the protection keeps of it."""
 
     def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(embedding)
+        self.embedding = nn.Parameter(embedding, requires_grad=embedding.is_floating_point())
         self.norms = nn.Parameter(norms)
         self.head_weight = nn.Parameter(head_weight)
         self.head_bias = nn.Parameter(head_bias)
         self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
 
-    def logits(self, features: Tensor) -> Tensor:
-        """All outputs of the head, others included.
-
-        Computed in float64: to float32, the number of images that share the product then makes no difference.
-        """
-        return F.linear(features.double(), self.head_weight.double(), self.head_bias.double()).float()
+    def own_head(self) -> tuple[Tensor, Tensor]:
+        """Weights and biases of the task's own classes."""
+        return self.head_weight[: self.own].detach(), self.head_bias[: self.own].detach()
 
     def drop(self, row: int) -> None:
         """Remove one output of the head."""
@@ -93,13 +77,17 @@ class Bank:
     def __init__(
         self,
         encoder: Encoder,
-        config: HatConfig,
+        config: ProtectConfig,
         compute: Compute,
         normalise: Callable[[Tensor], Tensor],
         generator: torch.Generator,
+        technique: type[Technique] = Technique,
     ) -> None:
         self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
+        self.technique = technique  # how heads are trained and read
+        self.protection = PROTECTIONS[config.protect](config)
         self.adapters: Adapters = encoder.new_adapters(config.latent, generator).to(compute.device)
+        self.protection.prepare(self.adapters)
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
         self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
@@ -109,17 +97,24 @@ class Bank:
             normalise,
         )
 
-    def mask(self, task: int) -> Tensor:
-        """The mask of a finished task."""
-        return hat.task_mask(self.tasks[task].embedding.detach(), self.config.s_max, self.config.masks)
+    def weights(self, task: int) -> AdapterStack:
+        """The adapters as a finished task sees them."""
+        return self.protection.finished(self.adapters.weights, self.tasks[task].embedding.detach())
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of uint8 images under a finished task's model."""
+        with torch.no_grad():
+            features = self._features(pixels, self.tasks[task].norms, *self.weights(task))
+            return Outputs(features, self.logits(features, task))
+
+    def logits(self, features: Tensor, task: int) -> Tensor:
+        """What a finished task's head says of its own classes.
+
+        Computed in float64: to float32, the number of images that share the product then makes no difference.
+        """
         model = self.tasks[task]
         with torch.no_grad():
-            weights = self.adapters.weights.fold(self.mask(task))
-            features = self._features(pixels, model.norms, *weights)
-            return Outputs(features, model.logits(features)[:, : model.own])
+            return self.technique.logits(features, *model.own_head()).float()
 
     def restart(self, retired: Tensor | None) -> None:
         """Hold no task, with the units of tasks long gone in use."""
@@ -128,18 +123,26 @@ class Bank:
     def add(self, model: TaskModel) -> None:
         """Take up a finished task: freeze it and claim its units."""
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
-        self.used = _joined(self.used, self.mask(len(self.tasks) - 1))
+        self.used = _joined(self.used, self._claim(model))
+
+    @torch.no_grad()
+    def copy_newest(self, other: Bank) -> None:
+        """Take up the newest task of a bank that was the same as this one before."""
+        for own, trained in zip(self.adapters.weights, other.adapters.weights, strict=True):
+            own.copy_(trained)
+        self.add(copy.deepcopy(other.tasks[-1]))
 
     def retire(self, task: int) -> None:
         """Let a task go. Its units stay in use: other tasks may share them, and none may move them."""
-        self.retired = _joined(self.retired, self.mask(task))
+        self.retired = _joined(self.retired, self._claim(self.tasks[task]))
         del self.tasks[task]
+
+    def _claim(self, model: TaskModel) -> Tensor | None:
+        return self.protection.claim(model.embedding.detach())
 
     def capacity(self) -> dict[str, float]:
         """How full the network is: the share of units in use, and of adapter weights that are frozen."""
-        if self.used is None:
-            return {"units": 0.0, "frozen": 0.0}
-        return {"units": hat.capacity_used(self.used), "frozen": hat.frozen_share(self.adapters.gates(self.used))}
+        return self.protection.capacity(self.adapters, self.used)
 
     def new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
         """An untrained task with `outputs` head outputs, `own` of them its classes."""
@@ -147,7 +150,7 @@ class Bank:
         bound = dim**-0.5  # torch's own initialisation of a linear layer
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
-        embedding = torch.randn(self.adapters.units, generator=generator)
+        embedding = self.protection.initial(self.adapters, generator)
         return TaskModel(own, embedding, self.encoder.new_norms(), head, bias).to(self.compute.device)
 
     def warn_if_full(self, listen: Listener) -> None:
@@ -161,8 +164,8 @@ class Bank:
             listen(Event("warning", {"text": text}))
 
 
-def _joined(used: Tensor | None, mask: Tensor) -> Tensor:
-    return mask if used is None else torch.maximum(used, mask)
+def _joined(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
+    return claim if used is None or claim is None else torch.maximum(used, claim)
 
 
 class BankMethod(Method):
@@ -204,12 +207,16 @@ class BankMethod(Method):
     @property
     def outputs_are_final(self) -> bool:
         """Whether a task's outputs on an image stay the same for ever."""
-        return self.bank.config.masks == "binary"
+        return self.bank.protection.final
+
+    def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
+        """One task's features and logits."""
+        return self.bank.outputs(pixels, task)
 
     def outputs(self, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
         """Every task's features and logits; those already `known` are not computed again."""
         known = known or []
-        return known + [self.bank.outputs(pixels, t) for t in range(len(known), len(self.bank.tasks))]
+        return known + [self.outputs_of(t, pixels) for t in range(len(known), len(self.bank.tasks))]
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """log P(class | image) by asking every task."""
@@ -229,10 +236,8 @@ class BankMethod(Method):
 
     def held_out_knownness(self, task: int) -> Tensor:
         """Knownness of a task's held-out images under its own model, sorted."""
-        features, model = self.held_[task].features, self.bank.tasks[task]
-        with torch.no_grad():
-            logits = model.logits(features)[:, : model.own]
-            return self.knownness(task, Outputs(features, logits)).sort().values
+        features = self.held_[task].features
+        return self.knownness(task, Outputs(features, self.bank.logits(features, task))).sort().values
 
     def unknown_scores_of(self, outputs: list[Outputs]) -> Tensor:
         """1 - the largest conformal p-value of any task, from every task's outputs."""

@@ -1,4 +1,4 @@
-"""Training one task under HAT masks, in one bank or side by side in several.
+"""Training one task under a protection, in one bank or side by side in several.
 
 The trunk is frozen and shared, so runs that differ only in class order or seed can be trained in one pass over it:
 their adapters, norms, masks and heads are stacked along a first axis, each stack serves its own part of the batch, and
@@ -8,17 +8,18 @@ one optimiser moves them all. No number of one network enters another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpl.engine import IGNORED, Event, GatedSGD, Listener, Recipe, Samples, train
-from tpl.nets import AdapterStack, hat
-from tpl.nets.adapters import gates
+from tpl.methods.protect import ProtectConfig
+from tpl.methods.techniques import Technique
+from tpl.nets import AdapterStack
 
 if TYPE_CHECKING:
     from tpl.methods.bank import Bank, TaskModel
@@ -42,14 +43,46 @@ class Lesson:
         """Lessons of one kind have the same shapes and settings: they can be learned side by side."""
         replayed = self.replay is not None and len(self.replay) > 0
         first = not self.bank.tasks
-        trunk = self.bank.encoder.fingerprint
-        return trunk, first, len(self.samples), replayed, self.outputs, self.bank.config, self.recipe, self.bank.compute
+        bank = self.bank
+        network = bank.encoder.fingerprint, bank.config.part(ProtectConfig), bank.technique.name, bank.compute
+        return *network, first, len(self.samples), replayed, self.outputs, self.recipe.part(Recipe)
+
+    def equals(self, other: Lesson) -> bool:
+        """Whether both would end with the same weights, number by number, since all that goes in is the same."""
+        a, b = self.bank, other.bank
+        return (
+            self.kind == other.kind
+            and len(a.tasks) == len(b.tasks)
+            and torch.equal(self.generator.get_state(), other.generator.get_state())
+            and _same(a.used, b.used)
+            and all(torch.equal(x, y) for x, y in zip(a.adapters.weights, b.adapters.weights, strict=True))
+            and _same_samples(self.samples, other.samples)
+            and _same_samples(self.replay, other.replay)
+        )
 
 
 def learn_lessons(lessons: Sequence[Lesson]) -> None:
-    """Train every lesson's task; those of one kind in one pass over the trunk."""
+    """Train every lesson's task; those of one kind in one pass over the trunk, and equal ones only once.
+
+    Methods that differ in their answers alone, as TPL, MORE and ROW do, have equal lessons.
+    """
     for _, alike in groupby(sorted(lessons, key=lambda lesson: repr(lesson.kind)), key=lambda lesson: lesson.kind):
-        _learn_side_by_side(list(alike))
+        groups: list[list[Lesson]] = []
+        for lesson in alike:
+            twins = next((group for group in groups if group[0].equals(lesson)), None)
+            groups.append([lesson]) if twins is None else twins.append(lesson)
+        _learn_side_by_side([replace(group[0], listen=_all_of(group)) for group in groups])
+        for first, *twins in groups:
+            for twin in twins:
+                twin.bank.copy_newest(first.bank)
+
+
+def _all_of(group: list[Lesson]) -> Listener:
+    def listen(event: Event) -> None:
+        for lesson in group:
+            lesson.listen(event)
+
+    return listen
 
 
 def _learn_side_by_side(lessons: list[Lesson]) -> None:
@@ -57,83 +90,125 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     for lesson in lessons:
         lesson.bank.warn_if_full(lesson.listen)
     models = [lesson.bank.new_task(lesson.own, lesson.outputs, lesson.generator) for lesson in lessons]
-    objective = HatObjective([lesson.bank for lesson in lessons], models)
+    objective = BankObjective([lesson.bank for lesson in lessons], models, recipe.batch_size)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
-    networks = [recipe.batches(lesson.samples, lesson.replay, lesson.generator) for lesson in lessons]
+    networks = [
+        recipe.batches(lesson.samples, lesson.replay, lesson.generator, technique.numbers)
+        for lesson, technique in zip(lessons, objective.techniques, strict=True)
+    ]
     listeners = [lesson.listen for lesson in lessons]
     train(objective, optimiser, networks, recipe, lessons[0].bank.normalise, listeners)
     objective.hand_back()
-    for lesson, model in zip(lessons, models, strict=True):
+    for lesson, model, technique in zip(lessons, models, objective.techniques, strict=True):
         lesson.bank.add(model)
+        _finish(lesson, technique)
         lesson.listen(Event("capacity", lesson.bank.capacity()))
 
 
-class HatObjective:
-    """Cross-entropy plus HAT's regulariser, with the mask annealed inside every epoch (Eq. 2).
+def _finish(lesson: Lesson, technique: Technique) -> None:
+    """What a technique does to the head once the network is frozen."""
+    if type(technique).finish is Technique.finish:
+        return
+    bank, number = lesson.bank, len(lesson.bank.tasks) - 1
+    features, model = bank.outputs(lesson.samples.pixels, number).features, bank.tasks[number]
+    head = technique.finish(features, lesson.samples.labels, *model.own_head(), lesson.generator)
+    with torch.no_grad():
+        for parameter, trained in zip((model.head_weight, model.head_bias), head, strict=True):
+            parameter[: model.own] = trained
+
+
+class BankObjective:
+    """A technique's loss plus what the protection charges for a mask.
 
     Holds one task of every bank, stacked along a first axis, until they are handed back.
     """
 
-    def __init__(self, banks: Sequence[Bank], models: Sequence[TaskModel]) -> None:
+    def __init__(self, banks: Sequence[Bank], models: Sequence[TaskModel], batch_size: int) -> None:
         self.banks, self.models = banks, models
-        self.encoder, self.config, self.dtype = banks[0].encoder, banks[0].config, banks[0].compute.dtype
+        self.encoder, self.protection, self.dtype = banks[0].encoder, banks[0].protection, banks[0].compute.dtype
         weights = zip(*(bank.adapters.weights for bank in banks), strict=True)
-        self.adapters = AdapterStack(*(_stacked(parts) for parts in weights))
+        self.adapters = AdapterStack(*(_stacked(parts, self.protection.trains_adapters) for parts in weights))
         self.embedding = _stacked([m.embedding for m in models])
         self.norms = _stacked([m.norms for m in models])
         self.head_weight = _stacked([m.head_weight for m in models])
         self.head_bias = _stacked([m.head_bias for m in models])
         used = [b.used for b in banks if b.used is not None]
         self.used = torch.stack(used) if used else None
+        self.techniques = [b.technique(m.own, b.encoder.dim, batch_size, b.compute.device) for b, m in self._pairs()]
+
+    def _pairs(self) -> list[tuple[Bank, TaskModel]]:
+        return list(zip(self.banks, self.models, strict=True))
 
     def parameters(self) -> list[Tensor]:
         """Everything that is trained."""
-        return [*self.adapters, self.embedding, self.norms, self.head_weight, self.head_bias]
+        adapters = self.adapters if self.protection.trains_adapters else ()
+        beside = [p for technique in self.techniques for p in technique.parameters()]
+        return [*adapters, self.embedding, self.norms, self.head_weight, self.head_bias, *beside]
 
     def protect(self, optimiser: GatedSGD) -> None:
         """Hold still every weight that an earlier task uses."""
-        if self.used is not None:
-            for weights, gate in zip(self.adapters, gates(self.adapters, self.used), strict=True):
+        gates = self.protection.gates(self.adapters, self.used) if self.used is not None else None
+        if gates is not None:
+            for weights, gate in zip(self.adapters, gates, strict=True):
                 optimiser.gate(weights, gate.detach())
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
-        """Every network's loss on its part of the batch, at the scale that belongs to this point of the epoch."""
-        s_max = self.config.s_max
-        scale = hat.scale_at(progress, s_max)
-        if self.config.mask_gradient == "analytic":
-            mask: Tensor = hat.AnalyticMask.apply(self.embedding, scale, s_max)  # type: ignore[no-untyped-call]
-        else:
-            mask = hat.soft_mask(self.embedding, scale)
-        weights, norms = self.adapters.fold(mask), self.norms
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """Every network's loss on its part of the batch."""
+        weights, mask = self.protection.masked(self.adapters, self.embedding, progress)
+        norms = self.norms
         if len(self.models) == 1:  # a plain network: without the first axis its products are faster
             weights, norms = AdapterStack(*(w.squeeze(0) for w in weights)), norms.squeeze(0)
+        plain = type(self.techniques[0]) is Technique
+        if not plain:
+            images = self._mixed(images, labels, draws)
         z = self.encoder(images, norms, weights, dtype=self.dtype).unflatten(0, labels.shape)
+        losses = self._entropies(z, labels) if plain else self._technique_losses(z, labels, draws)
+        return losses + self.protection.penalty(mask, self.used)
+
+    def _entropies(self, z: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of all networks at once."""
         logits = torch.baddbmm(self.head_bias.unsqueeze(1), z, self.head_weight.mT)
         entropies = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-        counted = (labels != IGNORED).sum(dim=1)
-        return entropies.sum(dim=1) / counted + self.config.sparsity * hat.regulariser(mask, self.used)
+        return entropies.sum(dim=1) / (labels != IGNORED).sum(dim=1)
+
+    def _mixed(self, images: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        parts = zip(self.techniques, images.unflatten(0, labels.shape), labels, draws, strict=True)
+        return torch.cat([technique.mixed(*own) for technique, *own in parts])
+
+    def _technique_losses(self, z: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        parts = zip(self.techniques, z, self.head_weight, self.head_bias, labels, draws, strict=True)
+        return torch.stack([technique.loss(*own) for technique, *own in parts])
 
     def after_backward(self, progress: Tensor) -> None:
-        """Free the embedding's gradient from the annealed scale."""
-        if self.config.mask_gradient == "autograd" and self.embedding.grad is not None:
-            scale = hat.scale_at(progress, self.config.s_max)
-            self.embedding.grad = hat.compensate(self.embedding.grad, self.embedding.detach(), scale, self.config.s_max)
+        """The protection's say in the gradient of the masks."""
+        self.protection.after_backward(self.embedding, progress)
 
     def after_step(self) -> None:
-        """Keep the embedding where its sigmoid still has a slope."""
-        with torch.no_grad():
-            self.embedding.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
+        """The protection's say in the masks themselves."""
+        self.protection.after_step(self.embedding)
 
     @torch.no_grad()
     def hand_back(self) -> None:
         """Give every bank and task its trained part of the stacks."""
-        for i, (bank, model) in enumerate(zip(self.banks, self.models, strict=True)):
+        for i, (bank, model) in enumerate(self._pairs()):
             for own, trained in zip(bank.adapters.weights, self.adapters, strict=True):
                 own.copy_(trained[i])
-            for name in ("embedding", "norms", "head_weight", "head_bias"):
+            for name in ("norms", "head_weight", "head_bias"):
                 model.get_parameter(name).copy_(getattr(self, name)[i])
+            kept = self.protection.kept(bank.adapters.weights, self.embedding[i].detach())
+            model.embedding = nn.Parameter(kept.clone(), requires_grad=False)
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([part.detach() for part in parts]).requires_grad_()
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _same_samples(a: Samples | None, b: Samples | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and torch.equal(a.labels, b.labels) and torch.equal(a.pixels, b.pixels)
+
+
+def _stacked(parts: Sequence[Tensor], trained: bool = True) -> Tensor:
+    return torch.stack([part.detach() for part in parts]).requires_grad_(trained)

@@ -70,7 +70,7 @@ class CrossEntropy:
     def __init__(self, network: Network) -> None:
         self.network = network
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor) -> Tensor:
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """Cross-entropy of one batch; there is one network."""
         return F.cross_entropy(self.network(images), labels[0]).unsqueeze(0)
 

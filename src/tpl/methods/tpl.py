@@ -7,6 +7,7 @@ logit; the scores become P(task | image), and times the within-task probability 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,26 +15,23 @@ import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory
-from tpl.methods.bank import Bank, BankMethod, HatConfig, HeldOut, Outputs, TaskModel
+from tpl.methods.bank import Outputs
 from tpl.methods.base import register, task_of_class
 from tpl.methods.lessons import Lesson
+from tpl.methods.replay import MemoryConfig, ReplayBank, beginning_with
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts
 from tpl.scores.ratio import memory_scores, oppose
-from tpl.state import State
 from tpl.stream import Task
 
 
 @dataclass(frozen=True)
-class TPLConfig(RatioConfig, HatConfig, Recipe):
+class TPLConfig(RatioConfig, MemoryConfig):
     """TPL's options: training, network, score, and what turns scores into probabilities."""
 
-    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
-    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
     others: str = option(
         "single", "single: one class for all replayed images (paper); per_class: one each (public code)",
         ("single", "per_class"),
@@ -47,7 +45,7 @@ RESCORABLE = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "
 
 
 @register
-class TPL(BankMethod):
+class TPL(ReplayBank):
     """Likelihood-ratio task prediction over a bank of task models."""
 
     name = "tpl"
@@ -55,37 +53,27 @@ class TPL(BankMethod):
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
     config_class = TPLConfig
     config: TPLConfig
-    memory: Memory
 
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
-        self.memory = Memory(config.memory, config.memory_policy, seed)
-        self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"))
         self.scores_: list[LikelihoodRatio] = []
-        self.held_: list[HeldOut] = []
-        self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
         self._opposed = False  # whether every task meets memory of others
 
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
-        """The task's own classes, and `others` for what is replayed."""
-        own = len(task.classes)
-        replay = self._replay(own)
-        outputs = own
-        if replay is not None:
-            outputs += 1 if self.config.others == "single" else len(self.classes_)
-        return Lesson(self.bank, samples, replay, own, outputs, self.config, self.generator("training"), listen)
+        """As every replaying bank; or with an output for each replayed class, as the public code."""
+        lesson = super().lesson(task, samples, listen)
+        if lesson.replay is None or self.config.others == "single":
+            return lesson
+        labels = self.memory.labels.to(self.compute.device) + lesson.own
+        replay = Samples(lesson.replay.pixels, labels)
+        return dataclasses.replace(lesson, replay=replay, outputs=lesson.own + len(self.classes_))
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Keep the task's statistics, then update memory, kNN banks and calibration."""
-        z, logits = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
-        if not bool(z.isfinite().all()):
-            raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
+        z, logits = self.outputs_of_newest(samples)
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
-        self.held_.append(HeldOut(z[:0], samples.labels[:0]))
-        self._held_scores = None
-        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
-        self._see_memory(kept)
+        self.remember(task)
         self._use_memory([*self.task_classes_, task.classes], calibrate=True)
 
     def task_scores(self, outputs: list[Outputs]) -> Tensor:
@@ -176,45 +164,6 @@ class TPL(BankMethod):
 
     # Memory, calibration, storage
 
-    def _replay(self, own: int) -> Samples | None:
-        labels = self.memory.labels
-        if not len(labels):
-            return None
-        labels = torch.full_like(labels, own) if self.config.others == "single" else labels + own
-        device = self.compute.device
-        return Samples(self.memory.pixels(self.preprocess, device), labels.to(device))
-
-    def _see_memory(self, kept: Tensor) -> None:
-        """Show the memory to every task's model; `kept` are the rows that were there before.
-
-        What an old model said of an old exemplar stays true where outputs are final.
-        """
-        pixels = self.memory.pixels(self.preprocess, self.compute.device)
-        if self.outputs_are_final:
-            rows = kept.to(self.compute.device)
-            fresh = pixels[len(kept) :]
-            for t, seen in enumerate(self.memory_outputs_):
-                new = self.bank.outputs(fresh, t)
-                self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(seen, new, strict=True)))
-        else:
-            self.memory_outputs_ = []
-        self.memory_outputs_ = self.outputs(pixels, known=self.memory_outputs_)
-
-    def _rearrange_memory(self, origin: Tensor) -> None:
-        """Follow a change of the memory; `origin` is the row that each exemplar was in before, -1 if it is new."""
-        if not self.outputs_are_final:
-            self._see_memory(origin[:0])
-            return
-        origin = origin.to(self.compute.device)
-        new = origin < 0
-        pixels = self.memory.pixels(self.preprocess, self.compute.device)[new]
-        for t, seen in enumerate(self.memory_outputs_):
-            moved = Outputs(*(column[origin.clamp_min(0)] for column in seen))
-            if bool(new.any()):
-                for column, fresh in zip(moved, self.bank.outputs(pixels, t), strict=True):
-                    column[new] = fresh
-            self.memory_outputs_[t] = moved
-
     def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
         """Give every score the others' memory, and calibrate on it: both change with every task."""
         owner = task_of_class(task_classes).to(self.compute.device)
@@ -236,40 +185,16 @@ class TPL(BankMethod):
             within, scores, owner, labels, self.generator("calibration", len(self.bank.tasks))
         )
 
-    def state(self) -> State:
-        """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
-        shared = {f"adapters.{k}": v.detach() for k, v in self.bank.adapters.state_dict().items()}
-        for t, seen in enumerate(self.memory_outputs_):
-            shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = seen
-        if self.calibration_ is not None:
-            shared["calibration"] = self.calibration_
-        if self.bank.retired is not None:
-            shared["retired"] = self.bank.retired
-        tasks = []
-        for model, score, held in zip(self.bank.tasks, self.scores_, self.held_, strict=True):
-            own = {k: v.detach() for k, v in model.state_dict().items()}
-            own |= {f"score.{k}": v for k, v in score.state().items()}
-            tasks.append(own | {f"held.{k}": v for k, v in held._asdict().items()})
-        return State(shared, tasks)
+    def shared_state(self) -> dict[str, Tensor]:
+        """The calibration."""
+        return {} if self.calibration_ is None else {"calibration": self.calibration_}
 
-    def load_state(self, state: State) -> None:
-        """Rebuild bank, scores and calibration; nothing is computed through the encoder."""
-        device = self.compute.device
-        prefix = "adapters."
-        adapters = {k.removeprefix(prefix): v for k, v in state.shared.items() if k.startswith(prefix)}
-        self.bank.adapters.load_state_dict(adapters)
-        self.bank.restart(state.shared["retired"].to(device) if "retired" in state.shared else None)
-        self.scores_, self.held_, self.memory_outputs_ = [], [], []
-        self._held_scores = None
-        for t, (own, classes) in enumerate(zip(state.tasks, self.task_classes_, strict=True)):
-            model = [own[k] for k in ("embedding", "norms", "head_weight", "head_bias")]
-            self.bank.add(TaskModel(len(classes), *model))
-            learned = {k.removeprefix("score."): v.to(device) for k, v in own.items() if k.startswith("score.")}
-            self.scores_.append(LikelihoodRatio(self.config).load_state(learned))
-            features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
-            labels = own.get("held.labels", torch.zeros(0, dtype=torch.long))
-            self.held_.append(HeldOut(features.to(device), labels.to(device)))
-            seen = (state.shared[f"memory.{t}.{k}"].to(device) for k in ("features", "logits"))
-            self.memory_outputs_.append(Outputs(*seen))
-        self.calibration_ = state.shared["calibration"].to(device) if "calibration" in state.shared else None
+    def task_state(self, task: int) -> dict[str, Tensor]:
+        """The score's statistics."""
+        return {f"score.{k}": v for k, v in self.scores_[task].state().items()}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Rebuild scores and calibration; nothing is computed through the encoder."""
+        self.scores_ = [LikelihoodRatio(self.config).load_state(beginning_with("score.", own)) for own in tasks]
+        self.calibration_ = shared.get("calibration")
         self._use_memory(self.task_classes_, calibrate=False)

@@ -79,7 +79,7 @@ class VectorBank(Bank):
         """Features and own-class logits of vectors under a finished task's model."""
         model = self.tasks[task]
         with torch.no_grad():
-            weights = self.adapters.weights.fold(self.mask(task)).to(torch.float64)
+            weights = self.weights(task).to(torch.float64)
             blocks = pixels.to(self.compute.device).double().split(BLOCK)
             features = torch.cat([self.encoder(block, model.norms.double(), weights) for block in blocks])
             return Outputs(features, self.logits(features, task))

@@ -17,6 +17,21 @@ class Score(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    paper: ClassVar[str] = ""
+
+    def use_head(self, weight: Tensor, bias: Tensor) -> Self:
+        """Take note of the task's head `[c, d]`, `[c]`, before `fit_features` or after `load_state`.
+
+        For scores that look behind the logits; it is no part of `state`.
+        """
+        return self
+
+    def use_memory(self, own: Tensor) -> Self:
+        """Take note of the features `[m, d]` of the task's stored images as they are now; they change with every task.
+
+        For scores that compare with single samples: a task's training data is gone.
+        """
+        return self
 
     @abstractmethod
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:

@@ -53,6 +53,29 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float) -> Tenso
     return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
 
 
+def calibrate_together(scores: Tensor, tasks: Tensor) -> Tensor:
+    """One scale for all tasks and a shift each, `[2, T]`, for scores of any size: logistic regression at temperature 1.
+
+    Convex, as above; the scale is fitted on scores divided by their overall deviation, and stays positive.
+    """
+    size = scores.double().std(correction=0).clamp_min(1e-12)
+    centred = (scores.double() - scores.double().mean(dim=0)) / size
+    with torch.enable_grad():
+        scale = torch.ones((), dtype=torch.float64, device=scores.device, requires_grad=True)
+        shift = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device, requires_grad=True)
+        optimiser = torch.optim.LBFGS([scale, shift], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            value = F.cross_entropy(scale * centred + shift, tasks) + RIDGE / 10 * shift.square().mean()
+            value.backward()
+            return value
+
+        optimiser.step(loss)
+    found = scale.detach().clamp_min(1e-3) / size
+    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)]))
+
+
 def calibrate_probabilities(
     within: Tensor, scores: Tensor, task_of_class: Tensor, classes: Tensor, generator: torch.Generator
 ) -> Tensor:

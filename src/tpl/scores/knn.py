@@ -22,6 +22,7 @@ class NearestNeighbours(Score):
 
     name = "knn"
     summary = "distance to the k-th nearest stored feature"
+    paper = "Sun et al., Deep nearest neighbors, ICML 2022"
 
     bank_: Tensor
 
@@ -31,6 +32,10 @@ class NearestNeighbours(Score):
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
         """Keep the task's own features as the bank."""
         return self.remember(z)
+
+    def use_memory(self, own: Tensor) -> Self:
+        """Keep the features of the task's stored images as the bank, in place of its training data's."""
+        return self.remember(own)
 
     def remember(self, bank: Tensor) -> Self:
         """Keep any features as the bank, e.g. those of other tasks' replay samples."""

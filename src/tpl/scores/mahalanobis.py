@@ -18,7 +18,8 @@ class Mahalanobis(Score):
     """S(x) = 1 / min_c (z - mu_c)^T Sigma^-1 (z - mu_c), one covariance for all classes of the task.
 
     `shrinkage`: "none" is the paper's; "oas" shrinks towards a multiple of the identity by the oracle
-    approximating estimate; "auto" takes "none" with at least five samples per dimension, else "oas".
+    approximating estimate; "auto" takes "none" with at least five samples per dimension, else "oas"; a number a
+    is ROW's (1 - a) Sigma + a I.
     """
 
     name = "md"
@@ -32,7 +33,7 @@ class Mahalanobis(Score):
     pooled_: Tensor
     scatter_: Tensor
 
-    def __init__(self, shrinkage: str = "auto") -> None:
+    def __init__(self, shrinkage: str | float = "auto") -> None:
         self.shrinkage = shrinkage
 
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
@@ -91,6 +92,8 @@ class Mahalanobis(Score):
     def _covariance(self, scatter: Tensor) -> Tensor:
         n, d = int(self.pooled_), len(scatter)
         covariance = _spread(scatter, self.means_, self.counts_) / n
+        if isinstance(self.shrinkage, float):
+            return (1 - self.shrinkage) * covariance + self.shrinkage * torch.eye(d).to(covariance)
         if self.shrinkage == "oas" or (self.shrinkage == "auto" and n < ENOUGH * d):
             return _shrunk(covariance, n)
         return covariance

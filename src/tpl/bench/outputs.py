@@ -1,0 +1,160 @@
+"""What every task's model says of a run's test images: computed once, then read from the run's directory.
+
+outputs/000.safetensors    features and logits of all test images under the first task's model, and their labels
+outputs/001.safetensors    and so on, one file a task
+
+Every file names the images and the model it was made from. Files of other images or of another model are never used:
+they are made anew, for which the images are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tpl.bench.benchmarks import find_benchmark
+from tpl.errors import TplError
+from tpl.methods.bank import BankMethod, Outputs
+from tpl.methods.base import task_of_class
+from tpl.store import sha256
+from tpl.stream import Stream, fingerprint
+
+
+class StaleOutputs(TplError):
+    """The kept outputs are not those of this run's images and model."""
+
+
+@dataclass(frozen=True)
+class RunOutputs:
+    """All test images of a run, task by task, as every task's model sees them."""
+
+    models: list[Outputs]  # one entry a task
+    labels: Tensor  # [n], among all classes in the order of arrival
+    tasks: Tensor  # [n], the task of every image
+
+    def to(self, device: torch.device) -> RunOutputs:
+        """The same with features and logits on a device."""
+        moved = [Outputs(*(column.to(device) for column in seen)) for seen in self.models]
+        return RunOutputs(moved, self.labels, self.tasks)
+
+
+def run_outputs(
+    run: Path, description: dict[str, Any], data: Path | None, load: Callable[[], BankMethod]
+) -> RunOutputs:
+    """The run's outputs: read where they are kept, else computed from the images in `data` and kept.
+
+    `description` is the run's run.json; `load` gives its trained method, and is called only if the images must be seen.
+    """
+    problem = ""
+    try:
+        found = read_outputs(run, description)
+        if found is not None:
+            return found
+    except StaleOutputs as stale:
+        problem = f"{stale} To make them anew, the images are needed: "
+    try:
+        stream = _stream(description, data)
+        if fingerprint([task.test for task in stream]) != description["data"]["test"]:
+            raise TplError(f"The images in {data or 'the data set'} are not those that {run} was measured on.")
+    except TplError as error:
+        raise TplError(f"{problem}{error}") from error
+    outputs = _compute(load(), stream)
+    _keep(run, description, outputs)
+    return outputs
+
+
+def check_unchanged(method: BankMethod, classes: Sequence[Sequence[str]]) -> None:
+    """Refuse a model that has other numbers of classes than when the run was measured."""
+    if [len(names) for names in method.task_classes_] != [len(names) for names in classes]:
+        raise TplError("The run's model has gained or lost classes since: it is not the one that was measured.")
+
+
+def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
+    """The outputs that are kept, or None if they are not (all) there."""
+    files = _files(run, description)
+    if not all(file.is_file() for file in files):
+        return None
+    origin = _origin(run, description)
+    models = []
+    labels = torch.zeros(0, dtype=torch.long)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as content:
+                noted = content.metadata() or {}
+                models.append(Outputs(content.get_tensor("features"), content.get_tensor("logits")))
+                labels = content.get_tensor("labels")
+        except (OSError, SafetensorError) as error:
+            raise StaleOutputs(f"{file} cannot be read ({error}).") from error
+        if noted.get("images") != origin["images"]:
+            raise StaleOutputs(f"{file} tells of other images than {run} was measured on.")
+        if noted.get("model") != origin["model"]:
+            raise StaleOutputs(f"{file} tells of another model than the one that is now in {run}.")
+    return RunOutputs(models, labels, task_of_class(description["classes"])[labels])
+
+
+def _stream(description: dict[str, Any], data: Path | None) -> Stream:
+    """The tasks as the run met them."""
+    return find_benchmark(description["benchmark"]).stream(
+        data,
+        description["order"],
+        per_task=tuple(len(classes) for classes in description["classes"]),
+        validation=description["validation"],
+        seed=description["seed"],
+    )
+
+
+def _compute(method: BankMethod, stream: Stream) -> RunOutputs:
+    """Show every task's test images to every task's model; no more than one task's images are held at a time."""
+    check_unchanged(method, [task.classes for task in stream])
+    seen: list[list[Outputs]] = []
+    labels, offset = [], 0
+    for task in stream:
+        assert task.test is not None  # Benchmark.stream sees to it
+        fits = method.compute.room_for(len(task.test) * method.preprocess.bytes_per_image)
+        pixels = method.preprocess.batch(task.test, device=method.compute.device if fits else None)
+        seen.append([Outputs(*(column.cpu() for column in outputs)) for outputs in method.outputs(pixels)])
+        labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
+        offset += len(task.classes)
+    models = [Outputs(*(torch.cat(column) for column in zip(*parts, strict=True))) for parts in zip(*seen, strict=True)]
+    joined = torch.cat(labels)
+    return RunOutputs(models, joined, task_of_class([task.classes for task in stream])[joined])
+
+
+def _keep(run: Path, description: dict[str, Any], outputs: RunOutputs) -> None:
+    """Write the files, each in one step. Where that fails, the answer stands: it takes as long again next time."""
+    origin = _origin(run, description)
+    with suppress(OSError, SafetensorError):
+        (run / "outputs").mkdir(exist_ok=True)
+        for file, seen in zip(_files(run, description), outputs.models, strict=True):
+            _write(file, seen._asdict() | {"labels": outputs.labels}, origin)
+
+
+def _write(file: Path, tensors: dict[str, Tensor], origin: dict[str, str]) -> None:
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")  # another process may write the same file
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata=origin)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _files(run: Path, description: dict[str, Any]) -> list[Path]:
+    return [run / "outputs" / f"{t:03d}.safetensors" for t in range(len(description["classes"]))]
+
+
+def _origin(run: Path, description: dict[str, Any]) -> dict[str, str]:
+    """What the outputs depend on: the test images, and the model with all its files' checksums."""
+    try:
+        return {"images": description["data"]["test"], "model": sha256(run / "model" / "model.json")}
+    except OSError as error:
+        raise TplError(f"{run} holds no model ({error}).") from error

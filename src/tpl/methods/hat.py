@@ -1,0 +1,204 @@
+"""HAT for class-incremental learning: task models under masks, and any OOD detector to choose among them.
+
+No replay: every task's head knows its own classes alone (Serra et al., 2018; the paper's HAT_CIL takes MSP). At test
+time each task's model scores the image, the best one names the class: t = argmax_j S_j(x), as raw as the scores are.
+`choice=calibrated` makes the scores comparable on stored images first, which the paper does not.
+
+The detector is one of the twelve post-hoc ones in `tpl.scores`; the way a task is trained is one of
+`tpl.methods.techniques`. Together they are the paper's study of twenty detectors as task predictors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.errors import TplError
+from tpl.methods.bank import Outputs
+from tpl.methods.base import register, task_of_class
+from tpl.methods.lessons import Lesson
+from tpl.methods.replay import MemoryBank, MemoryConfig, beginning_with
+from tpl.methods.techniques import TECHNIQUES
+from tpl.nets import AdapterStack, Encoder
+from tpl.scores import DETECTORS, Score
+from tpl.scores.calibration import calibrate_together
+from tpl.scores.odin import Odin, perturb
+from tpl.stream import Task
+
+ALL = "all"
+SURE = 1 - 1e-9  # of the chosen task under a hard choice: the others keep a trace, so that logarithms stay finite
+
+
+@dataclass(frozen=True)
+class HATConfig(MemoryConfig):
+    """HAT's options: detector, training technique, and what there is a memory for."""
+
+    memory: int = option(0, "images kept for kNN, outliers or calibration; never replayed as classes", minimum=0)
+    score: str = option("msp", "the detector whose score chooses the task", tuple(DETECTORS))
+    technique: str = option("none", "how a task is trained", tuple(TECHNIQUES))
+    choice: str = option(
+        "hard", "hard: the task with the largest raw score (paper); calibrated: on the memory", ("hard", "calibrated")
+    )
+    also: str = option("", "further detectors to fit, joined by commas, or all: for `rescore` and studies")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [name for name in self.fitted if name not in DETECTORS]
+        if unknown:
+            raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(DETECTORS)}.")
+        needs = [
+            (self.score == "knn", "score=knn compares with stored images"),
+            (TECHNIQUES[self.technique].outliers, f"technique={self.technique} trains against stored images"),
+            (self.choice == "calibrated", "choice=calibrated is fitted on stored images"),
+        ]
+        for wanted, why in needs:
+            if wanted and not self.memory:
+                raise TplError(f"{why}: give it a memory, e.g. memory=2000.")
+
+    @property
+    def fitted(self) -> list[str]:
+        """The detectors that are fitted to every task."""
+        further = list(DETECTORS) if self.also == ALL else [name for name in self.also.split(",") if name]
+        return list(dict.fromkeys([self.score, *further]))
+
+
+@register
+class HAT(MemoryBank):
+    """Task models that never met each other's images, and a detector to choose among them."""
+
+    name = "hat"
+    summary = "task models under HAT masks without replay; an OOD detector (MSP) chooses the task"
+    paper = "Serra et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
+    config_class = HATConfig
+    config: HATConfig
+
+    def __init__(self, encoder: Encoder, config: HATConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed, TECHNIQUES[config.technique])
+        self.detectors_: list[dict[str, Score]] = []
+        self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
+        self._perturbed = Inference(self._perturbed_logits, compute, self.normalise)
+
+    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
+        """The task's own classes; stored images come beside them only where the technique wants outliers."""
+        own = len(task.classes)
+        outliers = self.replay_samples(own) if self.bank.technique.outliers else None
+        return Lesson(self.bank, samples, outliers, own, own, self.config, self.generator("training"), listen)
+
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """Fit the detectors while the task's images are here."""
+        outputs = self.outputs_of_newest(samples)
+        self.detectors_.append({
+            name: self._detector(name, len(self.bank.tasks) - 1).fit_features(*outputs, samples.labels)
+            for name in self.config.fitted
+        })  # fmt: skip
+        self.remember(task)
+        self._use_memory([*self.task_classes_, task.classes])
+
+    def _detector(self, name: str, task: int) -> Score:
+        return DETECTORS[name]().use_head(*self.bank.tasks[task].own_head())
+
+    def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool = True) -> None:
+        """Hand every detector the task's own stored images, and calibrate on all of them."""
+        tasks = self.memory_tasks(task_classes)
+        for t, (detectors, seen) in enumerate(zip(self.detectors_, self.memory_outputs_, strict=True)):
+            for detector in detectors.values():
+                detector.use_memory(seen.features[tasks == t])
+        if calibrate:
+            wanted = self.config.choice == "calibrated" and len(task_classes) > 1
+            self.calibration_ = calibrate_together(self.task_scores(self.memory_outputs_), tasks) if wanted else None
+
+    def rescore(self, **changes: Any) -> None:
+        """Choose another of the fitted detectors, or another choice; nothing is trained anew."""
+        config = self.config.replace(**changes)
+        fixed = [name for name in changes if name not in ("score", "choice")]
+        if fixed:
+            raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
+        if self.detectors_ and config.score not in self.detectors_[0]:
+            raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
+        seen_otherwise = self._perturbs(config.score) != self._perturbs(self.config.score)
+        self.config = config
+        if seen_otherwise:
+            self.memory_outputs_ = self.outputs(self.memory.pixels(self.preprocess, self.compute.device))
+        self._use_memory(self.task_classes_)
+
+    # Answers
+
+    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+        """Every task's detector, raw, `[n, tasks]`."""
+        pairs = zip(self.detectors_, outputs, strict=True)
+        return torch.stack([found[self.config.score].score_features(*seen) for found, seen in pairs], dim=1)
+
+    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+        """The class within the task, times the choice of the task."""
+        scores = self.task_scores(outputs) if scores is None else scores
+        if self.calibration_ is not None:
+            tasks = (scores * self.calibration_[0] + self.calibration_[1]).log_softmax(dim=1)
+        else:
+            chosen = F.one_hot(scores.argmax(dim=1), scores.shape[1]).double()
+            tasks = (SURE * chosen + (1 - SURE) / scores.shape[1]).log()
+        within = torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
+        owner = task_of_class(self.task_classes_).to(scores.device)
+        return (within + tasks[:, owner]).log_softmax(dim=1)
+
+    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+        """The detector's score; ODIN's needs the image, so the largest softmax stands in for it."""
+        if self._perturbs(self.config.score):
+            return outputs.logits.double().softmax(dim=1).amax(dim=1)
+        return self.detectors_[task][self.config.score].score_features(*outputs)
+
+    # ODIN looks at another image
+
+    @staticmethod
+    def _perturbs(score: str) -> bool:
+        return bool(getattr(DETECTORS[score], "perturbs", False))
+
+    def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
+        """Features and logits; for ODIN, the logits of the perturbed image in place of features."""
+        seen = self.bank.outputs(pixels, task)
+        if not self._perturbs(self.config.score):
+            return seen
+        model = self.bank.tasks[task]
+        return Outputs(self._perturbed(pixels, *model.own_head(), model.norms, *self.bank.weights(task)), seen.logits)
+
+    def _perturbed_logits(self, images: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
+        """Logits of normalised images moved so that the predicted class becomes likelier."""
+        odin, adapters = Odin(), AdapterStack(*rest)
+
+        def logits(batch: Tensor) -> Tensor:
+            return F.linear(self.encoder(batch, norms, adapters, dtype=self.compute.dtype), weight, bias)
+
+        with torch.enable_grad():
+            asked = images.detach().requires_grad_()
+            answer = logits(asked) / odin.temperature
+            (gradient,) = torch.autograd.grad(F.cross_entropy(answer, answer.argmax(dim=1), reduction="sum"), asked)
+        std = torch.tensor(self.encoder.data_config["std"], device=images.device)
+        return logits(perturb(images, gradient, odin.epsilon, std)).detach()
+
+    # Storage
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """The calibration."""
+        return {} if self.calibration_ is None else {"calibration": self.calibration_}
+
+    def task_state(self, task: int) -> dict[str, Tensor]:
+        """What each detector has learned."""
+        found = self.detectors_[task].items()
+        return {f"score.{name}.{k}": v for name, detector in found for k, v in detector.state().items()}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Detectors and calibration back."""
+        self.detectors_ = [
+            {
+                name: self._detector(name, t).load_state(beginning_with(f"score.{name}.", own))
+                for name in self.config.fitted
+            }
+            for t, own in enumerate(tasks)
+        ]
+        self.calibration_ = shared.get("calibration")
+        self._use_memory(self.task_classes_, calibrate=False)

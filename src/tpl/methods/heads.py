@@ -1,0 +1,89 @@
+"""Training heads on features that stand still: many at once, each a plain softmax classifier.
+
+The features of every head are its own task's, so heads are a first axis: one product serves them all, where one small
+step after the other would spend its time on launching kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpl.methods.bank import TaskModel
+
+
+class Heads(NamedTuple):
+    """Several heads with equally many outputs: weights `[heads, outputs, dim]`, biases `[heads, outputs]`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def logits(self, features: Tensor) -> Tensor:
+        """What each head says of its own features `[heads, n, dim]`, float64."""
+        return features.double() @ self.weight.double().mT + self.bias.double().unsqueeze(1)
+
+    def apart(self) -> list[Heads]:
+        """Each head alone."""
+        return [Heads(*parts) for parts in zip(self.weight.split(1), self.bias.split(1), strict=True)]
+
+
+def joined(heads: list[Heads]) -> Heads:
+    """Heads with equally many outputs as one set."""
+    return Heads(*(torch.cat(parts) for parts in zip(*heads, strict=True)))
+
+
+@torch.no_grad()
+def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: float, momentum: float = 0.9) -> Heads:
+    """SGD on the cross-entropy of every head: one step for each of `rows`, `[steps, heads, batch]`.
+
+    `features` are `[heads, n, dim]`, `labels` `[heads, n]`; a row of -1 is none. The gradient is written out: with
+    p the softmax and y the label as a vector, dCE/dW = (p - y) z^T and dCE/db = p - y.
+    """
+    weight, bias = heads.weight.clone(), heads.bias.clone()
+    moved = torch.zeros_like(weight), torch.zeros_like(bias)
+    which = torch.arange(len(weight), device=weight.device).unsqueeze(1)
+    for own in rows.to(weight.device).unbind(0):
+        places = own.clamp_min(0)
+        z, y = features[which, places], labels[which, places]
+        error = (z @ weight.mT + bias.unsqueeze(1)).softmax(dim=2)
+        error.scatter_add_(2, y.unsqueeze(2), -torch.ones_like(error[..., :1]))
+        counted = (own >= 0).to(error)
+        error *= (counted / counted.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(2)
+        for parameter, velocity, gradient in zip((weight, bias), moved, (error.mT @ z, error.sum(dim=1)), strict=True):
+            velocity.mul_(momentum).add_(gradient)
+            parameter.sub_(velocity, alpha=lr)
+    return Heads(weight, bias)
+
+
+def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Generator) -> Tensor:
+    """`length` rows out of each of several sets, shuffled and repeated as often as needed, `[steps, sets, batch]`.
+
+    The last step is filled up with -1, and so is a set without rows.
+    """
+    steps = -(-length // batch)
+    columns = []
+    for count in counts:
+        rounds = [torch.randperm(count, generator=generator) for _ in range(-(-length // count))] if count else []
+        drawn = torch.cat(rounds)[:length] if rounds else torch.full((length,), -1)
+        columns.append(torch.nn.functional.pad(drawn, (0, steps * batch - length), value=-1).view(steps, batch))
+    return torch.stack(columns, dim=1)
+
+
+def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
+    """A copy of a task's head with an output for others; the first task, trained without, gets a new one."""
+    weight, bias = model.head_weight.detach(), model.head_bias.detach()
+    if len(bias) == model.own:
+        bound = weight.shape[1] ** -0.5
+        row = torch.empty(1, weight.shape[1] + 1).uniform_(-bound, bound, generator=generator).to(weight.device)
+        weight, bias = torch.cat([weight, row[:, :-1]]), torch.cat([bias, row[:, -1]])
+    return Heads(weight.unsqueeze(0).clone(), bias.unsqueeze(0).clone())
+
+
+def alike(heads: list[Heads]) -> list[list[int]]:
+    """The numbers of heads with equally many outputs, together: they can be trained at once."""
+    groups: dict[int, list[int]] = {}
+    for t, head in enumerate(heads):
+        groups.setdefault(head.bias.shape[1], []).append(t)
+    return list(groups.values())

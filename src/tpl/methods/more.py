@@ -1,0 +1,129 @@
+"""MORE: a multi-head model with replayed images as each task's out-of-distribution class (Kim et al., CoLLAs 2022).
+
+Tasks are trained as TPL's are. After each task the heads of all earlier ones are trained on: on the memory and as many
+images of the new task, with everything that is not a head's own as `others` (back-update). An answer is the softmax
+of a head over its classes and `others`, times how close the feature is to the nearest class mean:
+
+    P(class c of task j | x) ~ softmax(f_j(x) / 2)_c * max_c 20 / d_M(z_j, mu_c)
+
+The public code takes the features of every head from the first task's mask when it updates them; here head j sees the
+features of mask j. Its heads are trained by a fresh optimiser for every batch; here momentum lasts an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import Compute, Samples
+from tpl.methods.bank import Outputs
+from tpl.methods.base import register
+from tpl.methods.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.replay import MemoryConfig, ReplayBank, beginning_with
+from tpl.nets import Encoder
+from tpl.scores import Mahalanobis
+from tpl.stream import Task
+
+DISTANCE_SCALE = 20.0
+
+
+@dataclass(frozen=True)
+class MOREConfig(MemoryConfig):
+    """MORE's options beyond those of training."""
+
+    back_update_epochs: int = option(10, "passes in which earlier heads are trained on after each task", minimum=0)
+    back_update_lr: float = option(0.01, "learning rate of that", above=0)
+    back_update_batch: int = option(16, "images a step of that", minimum=1)
+    temperature: float = option(2.0, "temperature of a head's softmax", above=0)
+
+
+@register
+class MORE(ReplayBank):
+    """Heads with a class for others, kept up to date, times a Mahalanobis distance."""
+
+    name = "more"
+    summary = "task models under HAT masks with replay as an OOD class, heads updated back, times MD"
+    paper = "Kim et al., A Multi-Head Model for Continual Learning via Out-of-Distribution Replay, CoLLAs 2022"
+    config_class = MOREConfig
+    config: MOREConfig
+
+    def __init__(self, encoder: Encoder, config: MOREConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.heads_: list[Heads] = []  # a task's own classes, then others
+        self.centres_: list[Mahalanobis] = []
+
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """Keep the task's statistics, train the earlier heads on while its images are here, then fill the memory."""
+        newest = len(self.bank.tasks) - 1
+        outputs = self.outputs_of_newest(samples)
+        self.centres_.append(Mahalanobis("auto").fit_features(*outputs, samples.labels))
+        self.heads_.append(head_with_others(self.bank.tasks[newest], self.generator("others", newest)))
+        if newest and self.config.back_update_epochs:
+            self._update_back(newest, samples)
+        self.remember(task)
+
+    def _update_back(self, newest: int, samples: Samples) -> None:
+        """Train every earlier head on the memory and as many images of the new task."""
+        config, generator = self.config, self.generator("back-update", newest)
+        some = torch.randperm(len(samples), generator=generator)[: max(len(self.memory), 1)]
+        fresh = samples.pixels[some.to(samples.pixels.device)]
+        labels = self.memory.labels.to(self.compute.device)
+        owner = self.memory_tasks(self.task_classes_)
+        first = torch.tensor([self.classes_.index(names[0]) for names in self.task_classes_], device=labels.device)
+        for group in alike(self.heads_[:newest]):
+            features, wanted = [], []
+            for t in group:
+                others = self.bank.tasks[t].own
+                features.append(torch.cat([self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]))
+                own = torch.where(owner == t, labels - first[t], others)
+                wanted.append(torch.cat([own, torch.full((len(fresh),), others, device=own.device)]))
+            data, truth = torch.stack(features), torch.stack(wanted)
+            epochs = [
+                epoch_of([data.shape[1]], data.shape[1], config.back_update_batch, generator).expand(-1, len(group), -1)
+                for _ in range(config.back_update_epochs)
+            ]
+            start = joined([self.heads_[t] for t in group])
+            trained = fit_heads(start, data, truth, torch.cat(epochs), config.back_update_lr)
+            for t, head in zip(group, trained.apart(), strict=True):
+                self.heads_[t] = head
+
+    def _within(self, outputs: list[Outputs]) -> list[Tensor]:
+        """softmax(f / T) of every head over its classes and others, own classes kept."""
+        answers = []
+        for t, (head, seen) in enumerate(zip(self.heads_, outputs, strict=True)):
+            probabilities = (head.logits(seen.features.unsqueeze(0))[0] / self.config.temperature).softmax(dim=1)
+            answers.append(probabilities[:, : self.bank.tasks[t].own])
+        return answers
+
+    def _closeness(self, outputs: list[Outputs]) -> Tensor:
+        """max_c 20 / d_M of every task, `[n, tasks]`."""
+        inverse = [centre.score_features(*seen) for centre, seen in zip(self.centres_, outputs, strict=True)]
+        return DISTANCE_SCALE * torch.stack(inverse, dim=1).sqrt()
+
+    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+        """The largest answer of each task."""
+        best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
+        return best * self._closeness(outputs)
+
+    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+        """Every head's answers times the task's closeness, scaled to add up."""
+        closeness = self._closeness(outputs)
+        raw = [within * closeness[:, t : t + 1] for t, within in enumerate(self._within(outputs))]
+        return torch.cat(raw, dim=1).clamp_min(1e-300).log().log_softmax(dim=1)
+
+    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+        """How close the feature is to the task's nearest class: no later task changes it."""
+        return self.centres_[task].score_features(*outputs)
+
+    def task_state(self, task: int) -> dict[str, Tensor]:
+        """The head as it is now, and the statistics."""
+        head = {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
+        return head | {f"score.{k}": v for k, v in self.centres_[task].state().items()}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Heads and statistics back."""
+        self.heads_ = [Heads(**beginning_with("head.", own)) for own in tasks]
+        self.centres_ = [Mahalanobis("auto").load_state(beginning_with("score.", own)) for own in tasks]

@@ -1,0 +1,30 @@
+"""SupSup for class-incremental learning: a supermask over random adapters for every task (Wortsman et al., 2020).
+
+As `hat`, with another protection: nothing but masks, norms and heads is trained, and nothing is shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpl.config import option
+from tpl.methods.base import register
+from tpl.methods.hat import HAT, HATConfig
+from tpl.methods.protect import PROTECTIONS
+
+
+@dataclass(frozen=True)
+class SupSupConfig(HATConfig):
+    """HAT's options with supermasks as the default."""
+
+    protect: str = option("supsup", "how tasks are kept apart", tuple(PROTECTIONS))
+
+
+@register
+class SupSup(HAT):
+    """Task models as supermasks, and a detector to choose among them."""
+
+    name = "supsup"
+    summary = "a supermask over random adapters for every task; an OOD detector (MSP) chooses the task"
+    paper = "Wortsman et al., Supermasks in Superposition, NeurIPS 2020"
+    config_class = SupSupConfig

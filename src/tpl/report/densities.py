@@ -1,0 +1,77 @@
+"""The picture of a trained model's features: where a task's own images lie, and where those of the other tasks."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tpl.bench.densities import Density, RunDensities, TaskDensities, evenly
+from tpl.report.pictures import FOOT, GAP, HEAD, INK, OTHERS, OWN, QUIET, RULE, head, picture, say
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of a density, inside the contours
+DOTS = 250  # images shown a side; more would hide the contours
+PANEL, TITLE, NARROWEST = 2.3, 0.42, 6.0  # inches
+LETTERS = 22  # of class names that fit above a panel
+
+
+def draw_densities(found: RunDensities, file: Path) -> None:
+    """One panel a task: P_t and P_tc as its model sees them."""
+    columns = columns_for(len(found.tasks))
+    rows = -(-len(found.tasks) // columns)
+    side = max(PANEL, NARROWEST / columns - GAP)
+    width, height = columns * (side + GAP) + GAP, HEAD + rows * (TITLE + side) + FOOT
+    with picture(file, width, height) as figure:
+        for number, task in enumerate(found.tasks):
+            row, column = divmod(number, columns)
+            left, bottom = GAP + column * (side + GAP), height - HEAD - (row + 1) * (TITLE + side)
+            _panel(figure.add_axes((left / width, bottom / height, side / width, side / height)), task)
+        what = found.description
+        title = f"{what['benchmark']}, {what['method']}, class order {what['order']}"
+        head(figure, title, "$P_t$: the task's own images", "$P_{t^c}$: images of the other tasks")
+        caption = (
+            f"Features of {found.images} under each task's model, in their first two principal components. Contours "
+            f"hold {', '.join(f'{100 * s:.0f}' for s in SHARES[:-1])} and {100 * SHARES[-1]:.0f} % of a density."
+        )
+        say(figure, textwrap.fill(caption, int(14.5 * (width - 2 * GAP))), height - FOOT / 2, 9, QUIET)
+
+
+def columns_for(panels: int) -> int:
+    """As few empty places as can be with up to five columns; of equals the widest."""
+    return panels if panels <= 5 else min((5, 4, 3), key=lambda columns: -panels % columns)
+
+
+def _panel(axes: Axes, task: TaskDensities) -> None:
+    for density, colour in ((task.others, OTHERS), (task.own, OWN)):
+        _contours(axes, task, density, colour)
+    _frame(axes, task)
+    names = ", ".join(task.classes)
+    names = names if len(names) <= LETTERS else f"{len(task.classes)} classes"
+    axes.set_title(f"Task {task.task}: {names}", fontsize=10.5, color=INK, loc="left", pad=5, parse_math=False)
+    axes.set_title(f"overlap {task.overlap:.2f}", fontsize=8.5, color=QUIET, loc="right", pad=5)
+
+
+def _contours(axes: Axes, task: TaskDensities, density: Density, colour: str) -> None:
+    levels = np.unique([density.level(share) for share in SHARES])
+    fills = [(colour, strength) for strength in np.linspace(0.1, 0.6, len(levels))]
+    axes.contourf(task.x, task.y, density.values, [*levels, 2 * density.values.max()], colors=fills)
+    axes.contour(task.x, task.y, density.values, levels, colors=colour, linewidths=0.9)
+    x, y = evenly(density.points, DOTS).T
+    axes.scatter(x, y, s=2.5, color=colour, alpha=0.45, linewidths=0)
+
+
+def _frame(axes: Axes, task: TaskDensities) -> None:
+    """A square around the outermost contours, the same scale both ways, no ticks: the plane has no units."""
+    inside = np.maximum(*(density.values / density.level(SHARES[0]) for density in (task.others, task.own))) >= 1
+    x, y = ((axis[hit].min(), axis[hit].max()) for axis, hit in ((task.x, inside.any(0)), (task.y, inside.any(1))))
+    half = 0.56 * max(x[1] - x[0], y[1] - y[0])
+    axes.set_xlim(sum(x) / 2 - half, sum(x) / 2 + half)
+    axes.set_ylim(sum(y) / 2 - half, sum(y) / 2 + half)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_color(RULE)
