@@ -63,12 +63,12 @@ def run_outputs(
     except StaleOutputs as stale:
         problem = f"{stale} To make them anew, the images are needed: "
     try:
-        stream = _stream(description, data)
+        stream = stream_of(description, data)
         if fingerprint([task.test for task in stream]) != description["data"]["test"]:
             raise TplError(f"The images in {data or 'the data set'} are not those that {run} was measured on.")
     except TplError as error:
         raise TplError(f"{problem}{error}") from error
-    outputs = _compute(load(), stream)
+    outputs = compute_outputs(load(), stream)
     _keep(run, description, outputs)
     return outputs
 
@@ -102,7 +102,7 @@ def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
     return RunOutputs(models, labels, task_of_class(description["classes"])[labels])
 
 
-def _stream(description: dict[str, Any], data: Path | None) -> Stream:
+def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
     """The tasks as the run met them."""
     return find_benchmark(description["benchmark"]).stream(
         data,
@@ -113,7 +113,7 @@ def _stream(description: dict[str, Any], data: Path | None) -> Stream:
     )
 
 
-def _compute(method: BankMethod, stream: Stream) -> RunOutputs:
+def compute_outputs(method: BankMethod, stream: Stream) -> RunOutputs:
     """Show every task's test images to every task's model; no more than one task's images are held at a time."""
     check_unchanged(method, [task.classes for task in stream])
     seen: list[list[Outputs]] = []

@@ -14,12 +14,14 @@ from tpl.cli.app import AsJson, app, out, print_json
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """Show all methods, benchmarks, encoders and scores.
+    """Show all methods, benchmarks, encoders, scores, training techniques and protections.
 
     Example: `tpl list --json`
     """
     from tpl.bench.benchmarks import BENCHMARKS
     from tpl.methods import load_methods
+    from tpl.methods.protect import PROTECTIONS
+    from tpl.methods.techniques import TECHNIQUES
     from tpl.nets import ENCODERS
     from tpl.scores import SCORES
 
@@ -28,6 +30,8 @@ def list_(as_json: AsJson = False) -> None:
         "benchmarks": {name: b.summary for name, b in BENCHMARKS.items()},
         "encoders": ENCODERS,
         "scores": {name: s.summary for name, s in SCORES.items()},
+        "techniques": {name: t.summary for name, t in TECHNIQUES.items()},
+        "protections": {name: p.summary for name, p in PROTECTIONS.items()},
     }
     if as_json:
         print_json({k: [{"name": n, "summary": s} for n, s in v.items()] for k, v in sections.items()})

@@ -39,7 +39,7 @@ SURE = 1 - 1e-9  # of the chosen task under a hard choice: the others keep a tra
 class HATConfig(MemoryConfig):
     """HAT's options: detector, training technique, and what there is a memory for."""
 
-    memory: int = option(0, "images kept for kNN, outliers or calibration; never replayed as classes", minimum=0)
+    memory: int = option(2000, "images kept where kNN, outliers or calibration need them, else none", minimum=0)
     score: str = option("msp", "the detector whose score chooses the task", tuple(DETECTORS))
     technique: str = option("none", "how a task is trained", tuple(TECHNIQUES))
     choice: str = option(
@@ -52,14 +52,18 @@ class HATConfig(MemoryConfig):
         unknown = [name for name in self.fitted if name not in DETECTORS]
         if unknown:
             raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(DETECTORS)}.")
-        needs = [
-            (self.score == "knn", "score=knn compares with stored images"),
-            (TECHNIQUES[self.technique].outliers, f"technique={self.technique} trains against stored images"),
-            (self.choice == "calibrated", "choice=calibrated is fitted on stored images"),
-        ]
-        for wanted, why in needs:
-            if wanted and not self.memory:
-                raise TplError(f"{why}: give it a memory, e.g. memory=2000.")
+        if self.memory_needed and not self.memory:
+            raise TplError(f"{self.memory_needed}: give it a memory, e.g. memory=2000.")
+
+    @property
+    def memory_needed(self) -> str:
+        """What a memory is needed for, or nothing: then none is kept."""
+        needs = {
+            "score=knn compares with stored images": "knn" in self.fitted,
+            f"technique={self.technique} trains against stored images": TECHNIQUES[self.technique].outliers,
+            "choice=calibrated is fitted on stored images": self.choice == "calibrated",
+        }
+        return next((why for why, needed in needs.items() if needed), "")
 
     @property
     def fitted(self) -> list[str]:
@@ -83,6 +87,11 @@ class HAT(MemoryBank):
         self.detectors_: list[dict[str, Score]] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
         self._perturbed = Inference(self._perturbed_logits, compute, self.normalise)
+
+    @property
+    def memory_budget(self) -> int:
+        """As many images as were allowed where they are needed, else none: HAT itself does without."""
+        return self.config.memory if self.config.memory_needed else 0
 
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
@@ -119,6 +128,10 @@ class HAT(MemoryBank):
         fixed = [name for name in changes if name not in ("score", "choice")]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
+        if config.memory_needed and not self.memory_budget:
+            raise TplError(
+                f"{config.memory_needed}, and this model has none; `also` names what it should be ready for."
+            )
         if self.detectors_ and config.score not in self.detectors_[0]:
             raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
         seen_otherwise = self._perturbs(config.score) != self._perturbs(self.config.score)

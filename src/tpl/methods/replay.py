@@ -50,10 +50,15 @@ class MemoryBank(BankMethod):
         technique: type[Technique] = Technique,
     ) -> None:
         super().__init__(encoder, config, compute, seed)
-        self.memory = Memory(config.memory, config.memory_policy, seed)
+        self.memory = Memory(self.memory_budget, config.memory_policy, seed)
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
+
+    @property
+    def memory_budget(self) -> int:
+        """How many images the memory may keep."""
+        return self.config.memory
 
     def outputs_of_newest(self, samples: Samples) -> Outputs:
         """What the model just trained says of its training images."""

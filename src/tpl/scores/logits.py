@@ -23,6 +23,7 @@ class MaxLogit(LogitScore):
 
     name = "mls"
     summary = "maximum logit"
+    paper = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
         """max_c f_c."""
@@ -34,6 +35,7 @@ class MaxSoftmax(LogitScore):
 
     name = "msp"
     summary = "maximum softmax probability"
+    paper = "Hendrycks and Gimpel, A Baseline for Detecting Misclassified and Out-of-Distribution Examples, ICLR 2017"
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
         """max_c softmax(f)_c."""
@@ -45,6 +47,7 @@ class Energy(LogitScore):
 
     name = "ebo"
     summary = "free energy of the logits"
+    paper = "Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020"
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
         """logsumexp_c f_c."""

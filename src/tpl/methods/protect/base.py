@@ -45,6 +45,7 @@ class Protection(ABC):
     """Keeps tasks that share adapters from disturbing each other."""
 
     name: ClassVar[str]
+    summary: ClassVar[str]
     trains_adapters: ClassVar[bool] = True  # False: they stay as they were made
 
     def __init__(self, config: ProtectConfig) -> None:

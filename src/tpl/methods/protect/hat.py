@@ -14,6 +14,7 @@ class Hat(Protection):
     """A task owns an embedding with one entry a unit; its mask is annealed inside every epoch (Eq. 2)."""
 
     name = "hat"
+    summary = "weights between units that a finished task uses stand still"
 
     def initial(self, adapters: Adapters, generator: torch.Generator) -> Tensor:
         """N(0, 1): half of the units are on."""

@@ -19,6 +19,7 @@ class SupSup(Protection):
     """A task owns a score for every weight of the adapters; biases stay zero."""
 
     name = "supsup"
+    summary = "random weights that nobody trains, a supermask of its own for every task"
     trains_adapters = False
 
     def prepare(self, adapters: Adapters) -> None:

@@ -1,0 +1,144 @@
+"""The paper's study of OOD detectors as task predictors: one bank, twelve detectors, eight training techniques.
+
+Post-hoc detectors share one HAT run. Each training technique has a run of its own, scored by MSP. All answers are the
+paper's hard choice of the largest raw score, and, beside it, the choice after calibration on stored images.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpl.bench import metrics
+from tpl.bench.evaluate import accuracies
+from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_of
+from tpl.bench.paper import load_rows
+from tpl.bench.results import RunResult
+from tpl.bench.run import RunSpec, execute_together
+from tpl.engine import Listener, silent
+from tpl.errors import TplError
+from tpl.learner import Learner
+from tpl.methods.base import task_of_class
+from tpl.methods.hat import HAT
+from tpl.methods.techniques import TECHNIQUES
+from tpl.scores import DETECTORS
+from tpl.store import replace_text
+
+PLAIN = "none"
+MEASURED = ("last", "auroc", "til", "last_calibrated")
+TRAINED = tuple(name for name in TECHNIQUES if name != PLAIN)
+ALL = (*DETECTORS, *TRAINED)
+PRINTED_AS = {"klm": "kl-matching"}  # where the paper's table is keyed otherwise
+
+
+def study(
+    spec: RunSpec, orders: Sequence[str], out: Path, names: Sequence[str] = ALL, listen: Listener = silent
+) -> dict[str, Any]:
+    """Train what is not trained yet under `out`, measure every detector of `names`, and fit accuracy against AUROC.
+
+    `spec` is a run of `hat`; its class order is replaced by each of `orders`, which train side by side.
+    """
+    unknown = [name for name in names if name not in ALL]
+    if unknown:
+        raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(ALL)}.")
+    found: dict[str, list[dict[str, float]]] = {}
+    for technique in [PLAIN, *(name for name in TRAINED if name in names)]:
+        detectors = [name for name in DETECTORS if name in names] if technique == PLAIN else ["msp"]
+        if not detectors:
+            continue
+        places = _trained(spec, orders, out, technique, listen)
+        for place in places:
+            for name, row in _measured(place, spec, detectors):
+                found.setdefault(name if technique == PLAIN else technique, []).append(row)
+    rows = [_row(name, spec.benchmark, found[name]) for name in names]
+    result = {
+        "benchmark": spec.benchmark,
+        "encoder": spec.encoder,
+        "orders": list(orders),
+        "rows": rows,
+        "fit": {column: line_through(rows, column) for column in ("last", "last_calibrated")},
+        "paper_fit": line_through([row["paper"] for row in rows if row["paper"]], "last"),
+        "runs": sorted(str(place.relative_to(out)) for place in out.glob("*/*") if (place / "run.json").exists()),
+    }
+    replace_text(out / "study.json", json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, listen: Listener) -> list[Path]:
+    """Directories of finished runs, one a class order."""
+    # kNN, fitted beside MSP, makes the runs keep the images that calibration needs.
+    options = {"also": "all"} if technique == PLAIN else {"technique": technique, "also": "knn"}
+    specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
+    places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
+    execute_together(specs, places, resume=True, listen=listen)
+    return places
+
+
+def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every detector of one run's model, hard and calibrated."""
+    description = RunResult.read(place).description
+    method = Learner.load(place / "model", spec.weights, spec.device, spec.precision, spec.compile).method
+    assert isinstance(method, HAT)
+    plain = run_outputs(place, description, spec.data, lambda: method).to(method.compute.device)
+    for name in detectors:
+        method.rescore(score=name, choice="hard")
+        outputs = plain
+        if name == "odin":  # another image, so another pass
+            outputs = compute_outputs(method, stream_of(description, spec.data)).to(method.compute.device)
+        yield name, _answers(method, outputs)
+
+
+def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
+    scores = method.task_scores(outputs.models)
+    last, til = _accuracies(method, outputs)
+    auroc = metrics.detection(scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
+    method.rescore(choice="calibrated")
+    calibrated, _ = _accuracies(method, outputs)
+    method.rescore(choice="hard")
+    return {"last": last, "auroc": auroc, "til": til, "last_calibrated": calibrated}
+
+
+def _accuracies(method: HAT, outputs: RunOutputs) -> tuple[float, float]:
+    """Over all test images: class known among all classes, and among the true task's."""
+    answers = method.log_probabilities_of(outputs.models).cpu()
+    sizes = outputs.tasks.bincount().tolist()
+    owner = task_of_class(method.task_classes_)
+    parts = zip(answers.split(sizes), outputs.labels.split(sizes), strict=True)
+    rows = np.array([accuracies(part, own, t, owner) for t, (part, own) in enumerate(parts)])
+    cil, til, _ = np.average(rows, axis=0, weights=sizes)
+    return float(cil), float(til)
+
+
+def _row(name: str, benchmark: str, runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Means over the class orders in percent, with the deviation, and what the paper prints."""
+    kind = "post-hoc" if name in DETECTORS else "trained"
+    row: dict[str, Any] = {"detector": name, "kind": kind, "runs": len(runs)}
+    for key in MEASURED:
+        values = [100 * run[key] for run in runs]
+        row[key] = float(np.mean(values))
+        row[f"{key}_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    row["paper"] = _printed(name, benchmark)
+    return row
+
+
+def _printed(name: str, benchmark: str) -> dict[str, float] | None:
+    """The paper's cells for a detector, or None where it has none for this benchmark."""
+    wanted = f"ood/{PRINTED_AS.get(name, name)}/{benchmark}"
+    row = next((row for row in load_rows() if row.name == wanted), None)
+    return None if row is None else {key: row.target(key) for key in row.values if key in MEASURED}
+
+
+def line_through(rows: Sequence[dict[str, Any]], column: str) -> dict[str, float] | None:
+    """Accuracy as a linear function of AUROC: Pearson's r, slope and intercept; None for fewer than three points."""
+    if len(rows) < 3:
+        return None
+    x, y = (np.array([row[key] for row in rows]) for key in ("auroc", column))
+    if x.std() == 0 or y.std() == 0:
+        return None
+    slope, intercept = np.polyfit(x, y, 1)
+    return {"r": float(np.corrcoef(x, y)[0, 1]), "slope": float(slope), "intercept": float(intercept)}
