@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpl.report.pictures import INK, OTHERS, OWN, QUIET, RULE, picture, say
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 7.2, 5.4
 
@@ -20,14 +23,11 @@ def draw_correlation(study: dict[str, Any], file: Path) -> None:
             ("trained", OTHERS, "training techniques"),
         ):
             some = [row for row in rows if row["kind"] == kind]
+            if not some:
+                continue
             axes.scatter(
                 [r["auroc"] for r in some], [r["last"] for r in some], s=34, color=colour, label=label, zorder=3
             )
-        for row, side in zip(rows, _sides(rows), strict=True):
-            axes.annotate(
-                row["detector"], (row["auroc"], row["last"]), (5 * side, 4 * side), textcoords="offset points",
-                ha="left" if side > 0 else "right", va="bottom" if side > 0 else "top", fontsize=8, color=QUIET,
-            )  # fmt: skip
         if fit is not None:
             ends = [min(r["auroc"] for r in rows), max(r["auroc"] for r in rows)]
             axes.plot(ends, [fit["slope"] * x + fit["intercept"] for x in ends], color=INK, lw=1.2, zorder=2)
@@ -37,23 +37,51 @@ def draw_correlation(study: dict[str, Any], file: Path) -> None:
         axes.margins(0.12)
         for edge in ("top", "right"):
             axes.spines[edge].set_visible(False)
+        _name_points(axes, rows)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
-        say(figure, f"Better detectors are better task predictors: {study['benchmark']}", 0.3, 13, INK, "bold")
+        say(figure, f"Detectors as task predictors: {study['benchmark']}", 0.3, 13, INK, "bold")
         say(figure, _caption(study), 0.65, 9, QUIET)
 
 
-def _sides(rows: list[dict[str, Any]]) -> list[int]:
-    """Labels to the upper right and the lower left in turn along the horizontal axis, so that neighbours stay apart."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i]["auroc"])
-    sides = [0] * len(rows)
-    for place, i in enumerate(order):
-        sides[i] = 1 if place % 2 == 0 else -1
-    return sides
+def _name_points(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Write every detector's name beside its point, where it meets the fewest other names and points."""
+    axes.autoscale_view()
+    dots = axes.figure.dpi / 72  # a point of type in the units of the axes' transform
+    places = [axes.transData.transform((row["auroc"], row["last"])) / dots for row in rows]
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places]
+    for row, (x, y) in sorted(zip(rows, places, strict=True), key=lambda pair: -pair[1][1]):
+        wide, high = 4.8 * len(row["detector"]), 9.0
+        boxes = [
+            (x + dx - (wide if dx < 0 else 0 if dx > 0 else wide / 2), y + dy - high / 2)
+            for reach in (1, 2, 3)
+            for dx, dy in ((6, 0), (6, 8 * reach), (6, -8 * reach), (0, 10 * reach), (0, -10 * reach), (-6, 0),
+                           (-6, 8 * reach), (-6, -8 * reach))
+        ]  # fmt: skip
+        left, bottom = min(boxes, key=lambda at: _overlap((*at, at[0] + wide, at[1] + high), taken))
+        taken.append((left, bottom, left + wide, bottom + high))
+        axes.annotate(
+            row["detector"], (row["auroc"], row["last"]), (left - x, bottom - y), textcoords="offset points",
+            fontsize=8, color=QUIET,
+            arrowprops={"arrowstyle": "-", "color": RULE, "lw": 0.8, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
+
+
+Box = tuple[float, float, float, float]
+
+
+def _overlap(box: Box, others: list[Box]) -> float:
+    """The area that a box shares with others."""
+    return sum(
+        max(0.0, min(box[2], o[2]) - max(box[0], o[0])) * max(0.0, min(box[3], o[3]) - max(box[1], o[1]))
+        for o in others
+    )
 
 
 def _caption(study: dict[str, Any]) -> str:
     ours, theirs = study["fit"]["last"], study["paper_fit"]
-    parts = [f"HAT with {study['encoder']}, {len(study['orders'])} class order(s), hard choice of the largest score"]
+    count = len(study["orders"])
+    orders = "one class order" if count == 1 else f"{count} class orders"
+    parts = [f"HAT, {study['encoder']}, {orders}, the largest raw score chooses"]
     if ours:
         parts.append(f"r = {ours['r']:.3f}, slope {ours['slope']:.2f}")
     if theirs:
