@@ -38,7 +38,7 @@ class SupSup(Protection):
     def masked(self, weights: AdapterStack, own: Tensor, progress: Tensor) -> Masked:
         """The adapters under the best-scored weights; the gradient passes straight through to the scores."""
         mask = self._open(weights, own)
-        through = mask + own - own.detach()
+        through = mask + (own - own.detach())  # in this order the mask keeps its bits
         return Masked(_under(weights, through), mask)
 
     def kept(self, weights: AdapterStack, own: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class SupSup(Protection):
         """1 for the best-scored share of each adapter's two matrices."""
         count = weights.down_weight.shape[-3]
         rows = own.detach().unflatten(-1, (2 * count, -1))
-        closed = round(rows.shape[-1] * (1 - self.config.supermask))
+        closed = min(round(rows.shape[-1] * (1 - self.config.supermask)), rows.shape[-1] - 1)  # one is always open
         floor = rows.sort(dim=-1).values[..., closed : closed + 1]
         opened: Tensor = (rows >= floor).to(own.dtype)
         return opened.flatten(-2)
