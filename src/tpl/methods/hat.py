@@ -135,7 +135,7 @@ class HAT(MemoryBank):
         if self.detectors_ and config.score not in self.detectors_[0]:
             raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
         seen_otherwise = self._perturbs(config.score) != self._perturbs(self.config.score)
-        self.config = config
+        self.config, self._held_scores = config, None
         if seen_otherwise:
             self.memory_outputs_ = self.outputs(self.memory.pixels(self.preprocess, self.compute.device))
         self._use_memory(self.task_classes_)

@@ -1,0 +1,113 @@
+"""Ridge regression on random features, one task at a time and exact: what RanPAC classifies with.
+
+    h = relu(z R),   G = sum h h^T,   C = sum h y^T,   W = (G + lambda I)^-1 C
+
+G and C are sums over samples, so they are the same whatever order tasks come in, and no old sample is needed again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 2048  # samples projected at a time
+SMALLEST, LARGEST = 256, 10_000  # random features
+STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
+TEMPERATURES = tuple(2.0**e for e in range(-9, 3))
+
+
+def features_for(samples: int) -> int:
+    """How many random features suit a first task of so many samples: twice as many, within bounds."""
+    return min(max(2 * samples, SMALLEST), LARGEST)
+
+
+class RandomRidge:
+    """Class sums and Gram matrix of random features, and the classifier they give."""
+
+    def __init__(self, dim: int, width: int, generator: torch.Generator, device: torch.device) -> None:
+        self.projection = torch.randn(dim, width, generator=generator).to(device)
+        self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
+        self.strength = STRENGTHS[-1]
+        self.temperature = 1.0
+        self.weights = self.sums
+
+    @property
+    def classes(self) -> int:
+        """Classes seen."""
+        return self.sums.shape[1]
+
+    def hidden(self, z: Tensor) -> Tensor:
+        """Random features of `[n, dim]` features, float64."""
+        unit = F.normalize(z.double(), dim=1) * z.shape[1] ** 0.5
+        return F.relu(unit @ self.projection.double())
+
+    def add(self, z: Tensor, y: Tensor) -> None:
+        """Take up samples; labels may name classes not seen before."""
+        missing = int(y.max()) + 1 - self.classes if len(y) else 0
+        if missing > 0:
+            self.sums = F.pad(self.sums, (0, missing))
+        for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
+            h = self.hidden(part)
+            self.gram += h.T @ h
+            self.sums += h.T @ F.one_hot(labels, self.classes).double()
+
+    def learn(self, z: Tensor, y: Tensor, held: Tensor) -> None:
+        """Take up a task, with ridge and temperature chosen on those of its samples that `held` marks."""
+        self.add(z[~held], y[~held])
+        if bool(held.any()) and self.classes > 1:
+            self._choose(z[held], y[held])
+            self.add(z[held], y[held])
+        self.solve()
+
+    def _choose(self, z: Tensor, y: Tensor) -> None:
+        """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy."""
+        hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
+        target = F.one_hot(y, self.classes).double()
+        tried = {}
+        for strength in STRENGTHS:
+            answer = hidden @ self._solution(strength)
+            tried[strength] = float((answer - target).square().mean()), answer
+        self.strength = min(tried, key=lambda strength: tried[strength][0])
+        answer = tried[self.strength][1]
+        self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(answer / t, y)))
+
+    def solve(self) -> None:
+        """The classifier of all that was taken up."""
+        self.weights = self._solution(self.strength)
+
+    def _solution(self, strength: float) -> Tensor:
+        size = float(self.gram.diagonal().mean()) or 1.0
+        ridge = self.gram + strength * size * torch.eye(len(self.gram)).to(self.gram)
+        factor, failed = torch.linalg.cholesky_ex(ridge)
+        if bool(failed):  # too weak a ridge for rounding: never the one to choose
+            return torch.full_like(self.sums, 1e6)
+        return torch.cholesky_solve(self.sums, factor)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Answers over all classes at the fitted temperature, `[n, classes]`."""
+        return torch.cat([self.hidden(part) @ self.weights for part in z.split(BLOCK)]) / self.temperature
+
+    def forget(self, c: int) -> None:
+        """Drop a class; what it said about the spread of features stays, as a background for the others."""
+        kept = torch.arange(self.classes, device=self.sums.device) != c
+        self.sums = self.sums[:, kept]
+        self.solve()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything, the symmetric matrix as one triangle."""
+        rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
+        chosen = torch.tensor([self.strength, self.temperature], dtype=torch.float64)
+        return {"projection": self.projection, "gram": self.gram[rows, columns], "sums": self.sums, "chosen": chosen}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        self.projection, self.sums = state["projection"], state["sums"]
+        width = self.projection.shape[1]
+        upper = torch.zeros(width, width, dtype=torch.float64, device=self.sums.device)
+        rows, columns = torch.triu_indices(width, width, device=self.sums.device)
+        upper[rows, columns] = state["gram"]
+        self.gram = upper + upper.triu(1).T
+        self.strength, self.temperature = state["chosen"].tolist()
+        self.solve()
