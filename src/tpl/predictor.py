@@ -105,7 +105,8 @@ class Predictor:
         self._refuse_empty()
         if isinstance(self.method, BankMethod):
             outputs = self.method.outputs(pixels)
-            log_p, unknown = self.method.log_probabilities_of(outputs), self.method.unknown_scores_of(outputs)
+            log_p = self.method.log_probabilities_of(outputs, common=self.method.common_features(pixels))
+            unknown = self.method.unknown_scores_of(outputs)
         else:
             log_p = self.method.log_probabilities(pixels)
             unknown = log_p.new_zeros(len(log_p))

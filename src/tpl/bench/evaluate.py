@@ -37,6 +37,7 @@ class Evaluator:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
         self.known: list[Outputs] = []  # one entry a task model, over all test images so far
+        self.common: list[Tensor | None] = []  # what a method sees of each task's test images beside its models
         self.learned: list[Tensor] = []  # the features of some test images as each task's model saw them at first
         self.task_of_class = task_of_class([task.classes for task in stream])
 
@@ -78,8 +79,11 @@ class Evaluator:
             self.known[model] = _joined([before, *fresh])
         for model in range(old_models, len(method.bank.tasks)):
             self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
+        self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
+        common = [features for features in self.common if features is not None]
         scores = method.task_scores(self.known)
-        return method.log_probabilities_of(self.known, scores).cpu(), scores.cpu().numpy()
+        answers = method.log_probabilities_of(self.known, scores, torch.cat(common) if common else None)
+        return answers.cpu(), scores.cpu().numpy()
 
     def _drift(self) -> float | None:
         """Asks every task's model again about the images it was first asked about."""

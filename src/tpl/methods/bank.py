@@ -192,8 +192,13 @@ class BankMethod(Method):
         """How much each task claims each image, `[n, tasks]`."""
 
     @abstractmethod
-    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
-        """log P(class | image) from every task's outputs; `scores` are their task scores if already computed."""
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
+        """log P(class | image) from every task's outputs.
+
+        `scores` are their task scores if already computed, `common` the `common_features` of a method that has any.
+        """
 
     @abstractmethod
     def knownness(self, task: int, outputs: Outputs) -> Tensor:
@@ -209,6 +214,10 @@ class BankMethod(Method):
         """Whether a task's outputs on an image stay the same for ever."""
         return self.bank.protection.final
 
+    def common_features(self, pixels: Tensor) -> Tensor | None:
+        """What a method sees of images beside its tasks' models, if anything; no task changes it."""
+        return None
+
     def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
         """One task's features and logits."""
         return self.bank.outputs(pixels, task)
@@ -220,7 +229,7 @@ class BankMethod(Method):
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """log P(class | image) by asking every task."""
-        return self.log_probabilities_of(self.outputs(pixels))
+        return self.log_probabilities_of(self.outputs(pixels), common=self.common_features(pixels))
 
     # Images held out of training: what tells known from unknown ones
 

@@ -147,7 +147,9 @@ class HAT(MemoryBank):
         pairs = zip(self.detectors_, outputs, strict=True)
         return torch.stack([found[self.config.score].score_features(*seen) for found, seen in pairs], dim=1)
 
-    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
         """The class within the task, times the choice of the task."""
         scores = self.task_scores(outputs) if scores is None else scores
         if self.calibration_ is not None:

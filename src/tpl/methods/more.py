@@ -108,7 +108,9 @@ class MORE(ReplayBank):
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
         return best * self._closeness(outputs)
 
-    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
         """Every head's answers times the task's closeness, scaled to add up."""
         closeness = self._closeness(outputs)
         raw = [within * closeness[:, t : t + 1] for t, within in enumerate(self._within(outputs))]

@@ -15,12 +15,10 @@ from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.network import NetworkConfig, NetworkMethod
-from tpl.methods.ridge import RandomRidge, features_for
+from tpl.methods.ridge import RandomRidge, features_for, held_out_rows
 from tpl.nets import AdapterStack, Encoder
 from tpl.state import State
 from tpl.stream import Task
-
-HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,7 @@ class RanPAC(NetworkMethod):
             width = self.config.width or features_for(len(samples))
             self.ridge = RandomRidge(self.encoder.dim, width, self.generator("projection"), self.compute.device)
         z, y = self.features(samples.pixels), samples.labels + len(self.classes_)
-        self.ridge.learn(z, y, self._held_out(samples.labels))
-
-    def _held_out(self, labels: Tensor) -> Tensor:
-        """A fifth of every class that has so many, drawn by lot."""
-        drawn = torch.rand(len(labels), generator=self.generator("held out")).to(labels.device)
-        held = torch.zeros_like(labels, dtype=torch.bool)
-        for c in labels.unique():
-            own = torch.nonzero(labels == c).squeeze(1)
-            held[own[drawn[own].argsort()[: int(HELD_OUT * len(own))]]] = True
-        return held
+        self.ridge.learn(z, y, held_out_rows(samples.labels, self.generator("held out")))
 
     def features(self, pixels: Tensor) -> Tensor:
         """The encoder's features, or those of the network adapted to the first task."""
@@ -107,8 +96,5 @@ class RanPAC(NetworkMethod):
             super().load_state(
                 State({k: v for k, v in state.shared.items() if not k.startswith("ridge.")}, state.tasks)
             )
-        self.ridge = None
-        if mine:
-            device = self.compute.device
-            self.ridge = RandomRidge(self.encoder.dim, 1, torch.Generator(), device)
-            self.ridge.load_state({k: v.to(device) for k, v in mine.items()})
+        device = self.compute.device
+        self.ridge = RandomRidge.from_state({k: v.to(device) for k, v in mine.items()}) if mine else None

@@ -7,12 +7,15 @@ G and C are sums over samples, so they are the same whatever order tasks come in
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 256, 10_000  # random features
+HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0**e for e in range(-9, 3))
 
@@ -20,6 +23,16 @@ TEMPERATURES = tuple(2.0**e for e in range(-9, 3))
 def features_for(samples: int) -> int:
     """How many random features suit a first task of so many samples: twice as many, within bounds."""
     return min(max(2 * samples, SMALLEST), LARGEST)
+
+
+def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """A fifth of every class that has so many, drawn by lot: which rows these are."""
+    drawn = torch.rand(len(labels), generator=generator).to(labels.device)
+    held = torch.zeros_like(labels, dtype=torch.bool)
+    for c in labels.unique():
+        own = torch.nonzero(labels == c).squeeze(1)
+        held[own[drawn[own].argsort()[: int(HELD_OUT * len(own))]]] = True
+    return held
 
 
 class RandomRidge:
@@ -101,13 +114,15 @@ class RandomRidge:
         chosen = torch.tensor([self.strength, self.temperature], dtype=torch.float64)
         return {"projection": self.projection, "gram": self.gram[rows, columns], "sums": self.sums, "chosen": chosen}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state` gave."""
-        self.projection, self.sums = state["projection"], state["sums"]
-        width = self.projection.shape[1]
-        upper = torch.zeros(width, width, dtype=torch.float64, device=self.sums.device)
-        rows, columns = torch.triu_indices(width, width, device=self.sums.device)
-        upper[rows, columns] = state["gram"]
-        self.gram = upper + upper.triu(1).T
-        self.strength, self.temperature = state["chosen"].tolist()
-        self.solve()
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> Self:
+        """The ridge that `state` came from."""
+        projection, sums = state["projection"], state["sums"]
+        ridge = cls(projection.shape[0], projection.shape[1], torch.Generator(), sums.device)
+        rows, columns = torch.triu_indices(*ridge.gram.shape, device=sums.device)
+        ridge.gram[rows, columns] = state["gram"]
+        ridge.gram += ridge.gram.triu(1).T
+        ridge.projection, ridge.sums = projection, sums
+        ridge.strength, ridge.temperature = state["chosen"].tolist()
+        ridge.solve()
+        return ridge

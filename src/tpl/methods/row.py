@@ -142,7 +142,9 @@ class ROW(ReplayBank):
             sure.append(answer[:, : self.bank.tasks[t].own].amax(dim=1))
         return torch.stack(sure, dim=1) * self._closeness(outputs)
 
-    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
         """Class within the task, times the task's score, scaled to add up."""
         scores = self.task_scores(outputs) if scores is None else scores
         answers = []

@@ -84,19 +84,25 @@ class TPL(ReplayBank):
         """The part of S_TPL that rests on the task's features alone: MD."""
         return self.scores_[task].knownness(*outputs)
 
-    def log_probabilities_of(self, outputs: list[Outputs], scores: Tensor | None = None) -> Tensor:
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
         """log P(class | image) from every task's outputs."""
         scores = self.task_scores(outputs) if scores is None else scores
         within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
         owner = task_of_class(self.task_classes_).to(scores.device)
-        if self.calibration_ is not None:
+        if self.calibration_ is not None and self.config.calibration == "probability":
             scale, shift = self.calibration_
-            if self.config.calibration == "probability":
-                raw: Tensor = (scale * scores)[:, owner] * within.exp() + shift[owner]
-                return raw.log_softmax(dim=1)
-            scores = scores * scale + shift
-        task_log_p: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
-        return within + task_log_p[:, owner]
+            raw: Tensor = (scale * scores)[:, owner] * within.exp() + shift[owner]
+            return raw.log_softmax(dim=1)
+        return within + self.task_log_probabilities(scores)[:, owner]
+
+    def task_log_probabilities(self, scores: Tensor) -> Tensor:
+        """log P(task | image) from task scores `[n, tasks]`; a task with score -inf is not in question."""
+        if self.calibration_ is not None:
+            scores = scores * self.calibration_[0] + self.calibration_[1]
+        answer: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
+        return answer
 
     def rescore(self, **changes: Any) -> None:
         """Change score, temperature or calibration of the trained model; nothing is trained anew."""

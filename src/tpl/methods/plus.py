@@ -1,0 +1,170 @@
+"""TPL with a global expert: the bank's answer times that of ridge regression on random features.
+
+    P(class | x) ~ P_bank(class | x) * P_global(class | x)^w
+
+The bank knows each task well and the others little; the global expert (RanPAC's classifier on the encoder's own
+features) knows all classes a little. What they get wrong differs, so their product is better than either. The expert
+also says, for one pass of the encoder, which tasks are worth asking at all (`passes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import Compute, Inference, Samples
+from tpl.errors import TplError
+from tpl.methods.bank import Outputs
+from tpl.methods.base import register, task_of_class
+from tpl.methods.replay import beginning_with
+from tpl.methods.ridge import RandomRidge, features_for, held_out_rows
+from tpl.methods.tpl import TPL, TPLConfig
+from tpl.nets import Encoder
+from tpl.stream import Task
+
+ALL, AUTO = "all", "auto"
+EXPERT = "expert."
+NEVER = -1e4  # log-probability of a class whose task was not asked: below any other, and still a number
+
+
+@dataclass(frozen=True)
+class PlusConfig(TPLConfig):
+    """TPL's options, and those of the global expert."""
+
+    width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
+    weight: float = option(1.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
+    passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
+    covered: float = option(0.95, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.passes not in (ALL, AUTO) and not (self.passes.isdigit() and int(self.passes) > 0):
+            raise TplError(f"passes must be all, auto or a number from 1 on; got '{self.passes}'.")
+        if self.passes != ALL and self.calibration == "probability":
+            raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
+
+
+@register
+class TPLPlus(TPL):
+    """TPL's bank with a global expert as prior."""
+
+    name = "tpl-plus"
+    summary = "TPL times a global ridge classifier on the encoder's own features, which also picks the tasks to ask"
+    config_class = PlusConfig
+    config: PlusConfig
+
+    def __init__(self, encoder: Encoder, config: PlusConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.expert: RandomRidge | None = None
+        self._plain = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
+
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """As TPL; and the expert takes up the task."""
+        super().conclude(task, samples)
+        if self.expert is None:
+            width = self.config.width or features_for(len(samples))
+            self.expert = RandomRidge(self.encoder.dim, width, self.generator("projection"), self.compute.device)
+        held = held_out_rows(samples.labels, self.generator("held out"))
+        self.expert.learn(self.common_features(samples.pixels), samples.labels + len(self.classes_), held)
+
+    # Answers
+
+    def common_features(self, pixels: Tensor) -> Tensor:
+        """What the encoder itself sees: no task changes it."""
+        return self._plain(pixels)
+
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
+        """The bank's answer times the expert's; without the encoder's own features, the bank's alone."""
+        bank = super().log_probabilities_of(outputs, scores)
+        if common is None:
+            return bank
+        says = self._expert_says(common)
+        if self.config.passes == ALL:
+            return (bank + self.config.weight * says).log_softmax(dim=1)
+        scores = self.task_scores(outputs) if scores is None else scores
+        within = torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
+        return self._of_some(within, scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """The same; tasks that are not to be asked about an image do not see it."""
+        common = self.common_features(pixels)
+        if self.config.passes == ALL:
+            return self.log_probabilities_of(self.outputs(pixels), common=common)
+        says = self._expert_says(common)
+        asked = self.tasks_to_ask(says)
+        scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
+        within = torch.zeros_like(says)
+        first = 0
+        for t, model in enumerate(self.bank.tasks):
+            rows = torch.nonzero(asked[:, t]).squeeze(1)
+            if len(rows):
+                seen = self.outputs_of(t, pixels[rows.to(pixels.device)])
+                scores[rows, t] = self.scores_[t].score_features(*seen)
+                within[rows, first : first + model.own] = seen.logits.double().log_softmax(dim=1)
+            first += model.own
+        return self._of_some(within, scores, says)
+
+    def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
+        """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
+        owner = task_of_class(self.task_classes_).to(scores.device)
+        tasks = self.task_log_probabilities(scores).clamp_min(NEVER)
+        within = within.masked_fill(scores.isneginf()[:, owner], 0)
+        return (within + tasks[:, owner] + self.config.weight * says).log_softmax(dim=1)
+
+    def _expert_says(self, common: Tensor) -> Tensor:
+        assert self.expert is not None
+        return self.expert.logits(common).log_softmax(dim=1)
+
+    def tasks_to_ask(self, says: Tensor) -> Tensor:
+        """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes."""
+        owner = task_of_class(self.task_classes_).to(says.device)
+        count = len(self.task_classes_)
+        share = torch.zeros(len(says), count, dtype=torch.float64, device=says.device)
+        share.index_add_(1, owner, says.exp())
+        if self.config.passes == ALL:
+            return torch.ones_like(share, dtype=torch.bool)
+        ranked, order = share.sort(dim=1, descending=True)
+        if self.config.passes == AUTO:
+            wanted = ranked.cumsum(dim=1) - ranked < self.config.covered  # up to the one that reaches it
+        else:
+            wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
+        return torch.zeros_like(wanted).scatter(1, order, wanted)
+
+    # Changes and storage
+
+    def rescore(self, **changes: Any) -> None:
+        """As TPL; the expert's weight and the choice of tasks may change, too."""
+        mine = {name: changes.pop(name) for name in ("weight", "passes", "covered") if name in changes}
+        self.config = self.config.replace(**mine)
+        super().rescore(**changes)
+
+    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
+        """As TPL; and more images add to the expert's sums as if they had always been there."""
+        super().update_classes(task, samples, held)
+        assert self.expert is not None
+        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
+        self.expert.add(self.common_features(samples.pixels), numbers[samples.labels])
+        self.expert.solve()
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """As TPL; and the expert drops the class's sum."""
+        assert self.expert is not None
+        self.expert.forget(number)
+        super().remove_class(task, own, number)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """The calibration, and the expert's sums."""
+        expert = {} if self.expert is None else self.expert.state()
+        return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Scores, calibration and expert back."""
+        super().load_own_state(shared, tasks)
+        found = beginning_with(EXPERT, shared)
+        self.expert = RandomRidge.from_state(found) if found else None

@@ -1,0 +1,81 @@
+"""TPL with a global expert: the product's arithmetic, and which tasks are asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpl import Learner
+from tpl.errors import TplError
+from tpl.methods.base import task_of_class
+from tpl.methods.plus import TPLPlus
+from tpl.methods.tpl import TPL
+from tpl.stream import Stream
+
+OPTIONS = {"latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
+
+
+@pytest.fixture(scope="module")
+def method(small_stream: Stream) -> TPLPlus:
+    learner = Learner("tpl-plus", device="cpu", **OPTIONS)
+    for task in small_stream:
+        learner.learn(task)
+    assert isinstance(learner.method, TPLPlus)
+    return learner.method
+
+
+@pytest.fixture(scope="module")
+def pixels(method: TPLPlus, small_stream: Stream) -> torch.Tensor:
+    return torch.cat([method.preprocess.batch(task.test) for task in small_stream if task.test is not None])
+
+
+def test_the_answer_is_the_product_of_bank_and_expert(method: TPLPlus, pixels: torch.Tensor) -> None:
+    assert method.expert is not None
+    bank = TPL.log_probabilities_of(method, method.outputs(pixels))
+    expert = method.expert.logits(method.common_features(pixels)).softmax(dim=1)
+    product = bank.exp() * expert
+    torch.testing.assert_close(method.log_probabilities(pixels).exp(), product / product.sum(dim=1, keepdim=True))
+
+
+def test_without_weight_it_is_tpl(method: TPLPlus, pixels: torch.Tensor) -> None:
+    method.rescore(weight=0.0)
+    bank = TPL.log_probabilities_of(method, method.outputs(pixels))
+    torch.testing.assert_close(method.log_probabilities(pixels), bank)
+    method.rescore(weight=1.0)
+
+
+def test_asking_as_many_tasks_as_there_are_is_exact(method: TPLPlus, pixels: torch.Tensor) -> None:
+    everyone = method.log_probabilities(pixels)
+    method.rescore(passes="3")
+    torch.testing.assert_close(method.log_probabilities(pixels), everyone)
+    method.rescore(passes="all")
+
+
+@pytest.mark.parametrize("passes", ["auto", "1", "2"])
+def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Tensor, passes: str) -> None:
+    method.rescore(passes=passes)
+    common = method.common_features(pixels)
+    assert method.expert is not None
+    says = method.expert.logits(common).log_softmax(dim=1)
+    asked = method.tasks_to_ask(says)
+    answer = method.log_probabilities(pixels)
+    owner = task_of_class(method.task_classes_)
+    torch.testing.assert_close(answer, method.log_probabilities_of(method.outputs(pixels), common=common))
+    torch.testing.assert_close(answer.exp().sum(dim=1), torch.ones(len(pixels), dtype=torch.float64))
+    assert bool(
+        asked.gather(1, owner[answer.argmax(dim=1)].unsqueeze(1)).all()
+    )  # never a class that nobody was asked for
+    if passes == "auto":
+        share = torch.stack([says.exp()[:, owner == t].sum(dim=1) for t in range(3)], dim=1)
+        assert bool(((share * asked).sum(dim=1) >= 0.95 - 1e-12).all())
+        assert asked.double().sum(dim=1).mean() < 3
+    else:
+        assert asked.sum(dim=1).unique().tolist() == [int(passes)]
+    method.rescore(passes="all")
+
+
+def test_impossible_choices_are_explained() -> None:
+    with pytest.raises(TplError, match="passes must be all, auto or a number"):
+        Learner("tpl-plus", device="cpu", passes="some")
+    with pytest.raises(TplError, match="needs passes=all"):
+        Learner("tpl-plus", device="cpu", passes="auto", calibration="probability")

@@ -1,0 +1,83 @@
+"""Ridge on random features: exact sums, whatever the order, and the closed form of scikit-learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+
+from tpl.methods.ridge import LARGEST, SMALLEST, STRENGTHS, TEMPERATURES, RandomRidge, features_for, held_out_rows
+
+CPU = torch.device("cpu")
+
+
+def problem(samples: int = 240, classes: int = 4, dim: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    y = torch.arange(samples) % classes
+    return torch.randn(samples, dim, generator=g) + 2 * torch.randn(classes, dim, generator=g)[y], y
+
+
+def ridge(dim: int = 12, width: int = 64) -> RandomRidge:
+    return RandomRidge(dim, width, torch.Generator().manual_seed(1), CPU)
+
+
+def test_the_solution_is_that_of_ridge_regression() -> None:
+    z, y = problem()
+    ours = ridge()
+    ours.strength = 1e-3
+    ours.add(z, y)
+    ours.solve()
+    alpha = 1e-3 * float(ours.gram.diagonal().mean())
+    target = torch.nn.functional.one_hot(y).double().numpy()
+    theirs = Ridge(alpha=alpha, fit_intercept=False, solver="cholesky").fit(ours.hidden(z).numpy(), target)
+    torch.testing.assert_close(ours.weights, torch.from_numpy(theirs.coef_.T), rtol=1e-6, atol=1e-8)
+
+
+def test_sums_do_not_depend_on_the_order_or_size_of_parts() -> None:
+    z, y = problem()
+    whole, parts = ridge(), ridge()
+    whole.add(z, y)
+    for rows in torch.randperm(len(z), generator=torch.Generator().manual_seed(2)).split(37):
+        parts.add(z[rows], y[rows])
+    torch.testing.assert_close(whole.gram, parts.gram, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(whole.sums, parts.sums, rtol=1e-12, atol=1e-9)
+
+
+def test_tasks_learned_one_by_one_classify_all_classes() -> None:
+    z, y = problem()
+    learned = ridge()
+    for task in (0, 1):
+        own = (y // 2) == task
+        learned.learn(z[own], y[own], held_out_rows(y[own], torch.Generator().manual_seed(task)))
+    assert learned.classes == 4
+    assert float((learned.logits(z).argmax(dim=1) == y).double().mean()) > 0.9
+    assert learned.strength in STRENGTHS and learned.temperature in TEMPERATURES
+
+
+def test_state_and_forgetting() -> None:
+    z, y = problem()
+    learned = ridge()
+    learned.learn(z, y, held_out_rows(y, torch.Generator().manual_seed(0)))
+    again = RandomRidge.from_state(learned.state())
+    assert torch.equal(again.logits(z), learned.logits(z))
+    learned.forget(1)
+    assert learned.classes == 3 and learned.logits(z).shape[1] == 3
+    assert set(learned.logits(z[y == 2]).argmax(dim=1).tolist()) == {1}  # later classes move up
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_very_small_tasks_give_finite_answers(samples: int) -> None:
+    z, y = torch.ones(samples, 12), torch.zeros(samples, dtype=torch.long)
+    learned = ridge()
+    learned.learn(z, y, held_out_rows(y, torch.Generator().manual_seed(0)))
+    assert learned.logits(z).isfinite().all()
+
+
+def test_the_number_of_random_features_follows_the_first_task() -> None:
+    assert features_for(1) == SMALLEST and features_for(400) == 800 and features_for(10**6) == LARGEST
+
+
+def test_a_fifth_of_every_class_is_held_out_and_none_of_a_small_one() -> None:
+    labels = torch.tensor([0] * 10 + [1] * 4 + [2] * 25)
+    held = held_out_rows(labels, torch.Generator().manual_seed(0))
+    assert [int(held[labels == c].sum()) for c in range(3)] == [2, 0, 5]
