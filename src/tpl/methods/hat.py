@@ -86,6 +86,7 @@ class HAT(MemoryBank):
         super().__init__(encoder, config, compute, seed, TECHNIQUES[config.technique])
         self.detectors_: list[dict[str, Score]] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
+        self._std = torch.tensor(encoder.data_config["std"], device=compute.device)  # not made inside a recording
         self._perturbed = Inference(self._perturbed_logits, compute, self.normalise)
 
     @property
@@ -192,8 +193,7 @@ class HAT(MemoryBank):
             asked = images.detach().requires_grad_()
             answer = logits(asked) / odin.temperature
             (gradient,) = torch.autograd.grad(F.cross_entropy(answer, answer.argmax(dim=1), reduction="sum"), asked)
-        std = torch.tensor(self.encoder.data_config["std"], device=images.device)
-        return logits(perturb(images, gradient, odin.epsilon, std)).detach()
+        return logits(perturb(images, gradient, odin.epsilon, self._std)).detach()
 
     # Storage
 
