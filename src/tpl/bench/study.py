@@ -71,8 +71,7 @@ def study(
 
 def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, listen: Listener) -> list[Path]:
     """Directories of finished runs, one a class order."""
-    # kNN, fitted beside MSP, makes the runs keep the images that calibration needs.
-    options = {"also": "all"} if technique == PLAIN else {"technique": technique, "also": "knn"}
+    options = {"also": "all"} if technique == PLAIN else {"technique": technique, "store": True}
     specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
     places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
     execute_together(specs, places, resume=True, listen=listen)

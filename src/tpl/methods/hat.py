@@ -46,6 +46,7 @@ class HATConfig(MemoryConfig):
         "hard", "hard: the task with the largest raw score (paper); calibrated: on the memory", ("hard", "calibrated")
     )
     also: str = option("", "further detectors to fit, joined by commas, or all: for `rescore` and studies")
+    store: bool = option(False, "keep images even where nothing needs them yet, e.g. to calibrate later")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +63,7 @@ class HATConfig(MemoryConfig):
             "score=knn compares with stored images": "knn" in self.fitted,
             f"technique={self.technique} trains against stored images": TECHNIQUES[self.technique].outliers,
             "choice=calibrated is fitted on stored images": self.choice == "calibrated",
+            "store=true keeps images": self.store,
         }
         return next((why for why, needed in needs.items() if needed), "")
 
@@ -125,14 +127,14 @@ class HAT(MemoryBank):
 
     def rescore(self, **changes: Any) -> None:
         """Choose another of the fitted detectors, or another choice; nothing is trained anew."""
-        config = self.config.replace(**changes)
         fixed = [name for name in changes if name not in ("score", "choice")]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
+        # Whatever the choice, later tasks go on as before: the same detectors are fitted, images are kept or not.
+        also = ALL if self.config.also == ALL else ",".join(self.config.fitted)
+        config = self.config.replace(**({"also": also, "store": self.memory_budget > 0} | changes))
         if config.memory_needed and not self.memory_budget:
-            raise TplError(
-                f"{config.memory_needed}, and this model has none; `also` names what it should be ready for."
-            )
+            raise TplError(f"{config.memory_needed}, and this model has none; store=true would have kept some.")
         if self.detectors_ and config.score not in self.detectors_[0]:
             raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
         seen_otherwise = self._perturbs(config.score) != self._perturbs(self.config.score)

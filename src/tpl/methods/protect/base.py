@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config, option
+from tpl.errors import TplError
 from tpl.nets import Adapters, AdapterStack
 
 
@@ -32,6 +33,11 @@ class ProtectConfig(Config):
         "autograd", "autograd with compensation, as published; analytic: its closed form", ("autograd", "analytic")
     )
     supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.supermask > 1:
+            raise TplError(f"supermask is a share of the weights, at most 1; got {self.supermask}.")
 
 
 class Masked(NamedTuple):
