@@ -86,7 +86,7 @@ class MORE(ReplayBank):
                 for _ in range(config.back_update_epochs)
             ]
             start = joined([self.heads_[t] for t in group])
-            trained = fit_heads(start, data, truth, torch.cat(epochs), config.back_update_lr)
+            trained = fit_heads(start, data, truth, torch.cat(epochs), config.back_update_lr, config.momentum)
             for t, head in zip(group, trained.apart(), strict=True):
                 self.heads_[t] = head
 

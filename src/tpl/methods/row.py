@@ -101,7 +101,9 @@ class ROW(ReplayBank):
             ]
             if rows:
                 start = joined([self.task_heads_[t] for t in group])
-                trained = fit_heads(start, torch.stack(data), torch.stack(truth), torch.cat(rows), config.lr)
+                trained = fit_heads(
+                    start, torch.stack(data), torch.stack(truth), torch.cat(rows), config.lr, config.momentum
+                )
                 for t, head in zip(group, trained.apart(), strict=True):
                     self.task_heads_[t] = head
 
