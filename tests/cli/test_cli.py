@@ -25,6 +25,7 @@ from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec
 from tpl.engine import Event
 from tpl.methods import load_methods
+from tpl.scores import DETECTORS
 
 TINY = ["--tasks", "2", "--epochs", "1", "--latent", "8", "--device", "cpu"]
 
@@ -104,14 +105,16 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_list_names_everything_with_a_summary() -> None:
     listed = ask("list")
-    assert list(listed) == ["methods", "benchmarks", "encoders", "scores"]
+    assert list(listed) == ["methods", "benchmarks", "encoders", "scores", "techniques", "protections"]
     for entries in listed.values():
         assert all(set(entry) == {"name", "summary"} and entry["name"] and entry["summary"] for entry in entries)
     names = {key: {entry["name"] for entry in entries} for key, entries in listed.items()}
-    assert names["methods"] >= {"finetune", "tpl", "joint"}
+    assert names["methods"] >= {"finetune", "tpl", "joint", "hat", "supsup", "more", "row"}
     assert "digits-5t" in names["benchmarks"]
     assert "compact" in names["encoders"]
-    assert names["scores"] >= {"md", "knn", "mls", "msp", "ebo", "tpl"}
+    assert names["scores"] >= {"tpl", "md", *DETECTORS} and len(DETECTORS) == 12
+    assert names["techniques"] >= set("logitnorm mcdropout mixup cutmix oe mixoe cmg vos".split())
+    assert names["protections"] == {"hat", "supsup"}
     text = call("list").stdout
     assert all(name in text for group in names.values() for name in group)
 
@@ -142,7 +145,7 @@ def test_run_prints_one_json_object(tiny: tuple[Path, Result], joint_run: Path) 
         assert 0 <= answer[key] <= 1
     assert answer["seconds"] > 0
     run, joint = RunResult.read(place), RunResult.read(joint_run)
-    assert answer == {"directory": str(place), "order": "natural"} | run.summary | run.against(joint)
+    assert answer == {"directory": str(place), "method": "tpl", "order": "natural"} | run.summary | run.against(joint)
     assert run.description["options"]["memory"] == 20
     assert run.description["options"]["latent"] == 8
 
@@ -240,8 +243,8 @@ def test_demo_shows_three_methods(
 
 
 def test_unknown_names_list_the_known_ones(fail: Callable[..., str], fail_run: Callable[..., str]) -> None:
-    assert "finetune, joint" in fail_run("--method", "nonsense")
-    assert "finetune, joint" in fail("describe", "nonsense")
+    assert "finetune, hat, joint" in fail_run("--method", "nonsense")
+    assert "finetune, hat, joint" in fail("describe", "nonsense")
     assert "digits-5t" in fail("run", "nonsense")
     message = fail_run("--encoder", "vit_nonsense")
     assert "'vit_nonsense'" in message and "compact" in message

@@ -15,15 +15,15 @@ from tpl.methods.techniques import TECHNIQUES
 from tpl.stream import Stream, TaskClosed
 
 OPTIONS = {"latent": 16, "epochs": 4, "batch_size": 16, "lr": 0.05, "memory": 30}
-CASES: dict[str, tuple[str, dict[str, str]]] = {name: (name, {}) for name in sorted(load_methods())}
-CASES |= {f"hat, {name}": ("hat", {"technique": name}) for name in TECHNIQUES if name != "none"}
+CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in sorted(load_methods())}
+CASES |= {f"hat, {name}": ("hat", {"technique": name, "epochs": 2}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
 
 
 def new_learner(case: str, seed: int = 0) -> Learner:
     method, options = CASES[case]
     known = load_methods()[method].config_class.__dataclass_fields__
-    return Learner(method, device="cpu", seed=seed, **{k: v for k, v in OPTIONS.items() if k in known}, **options)
+    return Learner(method, device="cpu", seed=seed, **({k: v for k, v in OPTIONS.items() if k in known} | options))
 
 
 def tasks_for(learner: Learner, stream: Stream) -> Iterator[Task]:

@@ -309,7 +309,7 @@ def test_the_back_update_shows_every_head_its_own_masks_features(family: Family,
     assert [len(heads.bias) for heads, *_ in family.more_fits] == [1, 1, 1]  # of task 0, then of 0 and of 1
     remembered, owner = family.memories[2], family.more.memory_tasks(family.more.task_classes_)
     known = features_of(family.more, family.more.samples(stream[2], silent).pixels)
-    for t, (heads, features, labels, rows, lr) in enumerate(family.more_fits[1:]):
+    for t, (heads, features, labels, rows, lr, _) in enumerate(family.more_fits[1:]):
         count = len(remembered)
         assert features.shape[1] == 2 * count and len(rows) == 10 * -(-2 * count // 16) and lr == 0.01
         assert among(features[0, count:], torch.from_numpy(known[t]).float())
@@ -349,7 +349,7 @@ def test_heads_for_tasks_meet_as_many_of_their_own_as_of_others(family: Family) 
     groups = [[[0], [1]], [[0, 2], [1]]]  # equally many outputs are trained at once
     for fits, members in zip((family.row_fits[1:3], family.row_fits[4:6]), groups, strict=True):
         assert [len(heads.bias) for heads, *_ in fits] == [len(group) for group in members]
-        for (heads, features, labels, rows, _), group in zip(fits, members, strict=True):
+        for (heads, features, labels, rows, *_), group in zip(fits, members, strict=True):
             for i, t in enumerate(group):
                 assert heads.bias.shape[1] == SIZES[t] + 1 and features.shape[:2] == labels.shape
                 own, others = (part[part >= 0] for part in rows[:, i].split(32, dim=1))

@@ -47,13 +47,13 @@ def test_logitnorm_gains_nothing_from_longer_logits() -> None:
     grads = torch.autograd.grad(loss, [weight, bias])
     along = sum(float((g * p.detach()).sum()) for g, p in zip(grads, (weight, bias), strict=True))
     assert along == pytest.approx(0, abs=1e-4)  # the derivative by a factor on all of the head
-    assert sum(float(g.norm()) for g in grads) > 0.1
+    assert sum(float(g.norm()) for g in grads) > 0.1 / 25
 
 
 def test_logitnorm_stands_logits_of_nothing_but_zeros() -> None:
     weight = torch.zeros(3, 4, requires_grad=True)
     loss = LogitNorm(3, 4, 5, CPU).loss(Z, weight, torch.zeros(3), LABELS, torch.zeros(0))
-    assert float(loss.detach()) == pytest.approx(math.log(3))
+    assert float(loss.detach()) == pytest.approx(math.log(3) / 25)
     assert bool(torch.autograd.grad(loss, weight)[0].isfinite().all())
 
 

@@ -82,7 +82,7 @@ class ClassVAE:
         """Squared error / 2 + KL(q(latent | x, class) || N(0, I))."""
         optimiser = torch.optim.Adam([self.embedding, *self.encoder, *self.decoder], lr=GENERATOR_LR)
         for _ in range(GENERATOR_STEPS):
-            rows = torch.randint(len(x), (GENERATOR_BATCH,), generator=self.generator).to(self.device)
+            rows = torch.randint(len(x), (min(GENERATOR_BATCH, len(x)),), generator=self.generator).to(self.device)
             real, condition = x[rows], classes[rows] @ self.embedding
             centre, log_variance = _mlp(torch.cat([real, condition], dim=1), self.encoder).chunk(2, dim=1)
             latent = centre + (log_variance / 2).exp() * self._normal(GENERATOR_BATCH, LATENT)
