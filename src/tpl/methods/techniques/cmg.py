@@ -85,7 +85,7 @@ class ClassVAE:
             rows = torch.randint(len(x), (min(GENERATOR_BATCH, len(x)),), generator=self.generator).to(self.device)
             real, condition = x[rows], classes[rows] @ self.embedding
             centre, log_variance = _mlp(torch.cat([real, condition], dim=1), self.encoder).chunk(2, dim=1)
-            latent = centre + (log_variance / 2).exp() * self._normal(GENERATOR_BATCH, LATENT)
+            latent = centre + (log_variance / 2).exp() * self._normal(len(rows), LATENT)
             error = (self._decode(latent, condition) - real).square().sum(dim=1)
             divergence = (centre.square() + log_variance.exp() - log_variance - 1).sum(dim=1)
             optimiser.zero_grad()
