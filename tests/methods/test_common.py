@@ -14,7 +14,7 @@ from tpl.methods import load_methods
 from tpl.methods.techniques import TECHNIQUES
 from tpl.stream import Stream, TaskClosed
 
-OPTIONS = {"latent": 16, "epochs": 4, "batch_size": 16, "lr": 0.05, "memory": 30}
+OPTIONS = {"latent": 16, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 30}
 CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in sorted(load_methods())}
 CASES |= {f"hat, {name}": ("hat", {"technique": name, "epochs": 2}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
@@ -61,7 +61,7 @@ def test_learns_three_small_tasks_above_chance(trained: Learner, small_stream: S
 def test_answers_do_not_depend_on_the_batch(trained: Learner, small_stream: Stream) -> None:
     images = small_stream[1].test
     assert images is not None
-    pixels = trained.prepare(images)
+    pixels = trained.prepare(images)[::4]
     together = trained.method.log_probabilities(pixels)
     one_by_one = torch.cat([trained.method.log_probabilities(p) for p in pixels.split(1)])
     assert torch.equal(together.argmax(dim=1), one_by_one.argmax(dim=1))
@@ -80,6 +80,8 @@ def test_save_and_load_give_identical_answers(trained: Learner, small_stream: St
 def test_resumed_equals_uninterrupted_and_the_same_seed_gives_the_same_numbers(
     case: str, trained: Learner, small_stream: Stream, tmp_path: Path
 ) -> None:
+    if case.startswith("hat, "):
+        pytest.skip("as hat: a technique keeps nothing from one task to the next")
     learner = new_learner(case)
     for t, task in enumerate(tasks_for(learner, small_stream)):
         learner.learn(task)
