@@ -16,7 +16,7 @@ import torch
 
 from tpl.bench.environment import describe_environment
 from tpl.engine import Feed, RecordedStep, Samples, Step, choose_compute
-from tpl.methods.lessons import BankObjective
+from tpl.methods.bank.lessons import BankObjective
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
 

@@ -11,7 +11,7 @@ import torch
 
 from tpl import Learner, Task
 from tpl.methods import load_methods
-from tpl.methods.techniques import TECHNIQUES
+from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.stream import Stream, TaskClosed
 
 OPTIONS = {"latent": 16, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 30}

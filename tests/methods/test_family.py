@@ -23,8 +23,8 @@ from tpl.engine import Event, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together, lessons, more, row
 from tpl.methods.bank import Bank, BankMethod, Outputs
+from tpl.methods.bank.heads import Heads
 from tpl.methods.hat import HAT
-from tpl.methods.heads import Heads
 from tpl.methods.more import MORE
 from tpl.methods.row import ROW
 from tpl.nets import Encoder, create_encoder

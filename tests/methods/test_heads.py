@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.methods.bank import TaskModel
-from tpl.methods.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 
 
 def random(seed: int = 0) -> torch.Generator:

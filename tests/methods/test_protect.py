@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tpl import Learner
 from tpl.engine import Event
-from tpl.methods.protect import PROTECTIONS, ProtectConfig
-from tpl.methods.protect.hat import Hat
-from tpl.methods.protect.supsup import SupSup
+from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.bank.protect.hat import Hat
+from tpl.methods.bank.protect.supsup import SupSup
 from tpl.methods.tpl import TPL
 from tpl.nets import Adapters, AdapterStack, hat
 from tpl.nets.adapters import gates

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from tpl.methods.ridge import LARGEST, SMALLEST, STRENGTHS, TEMPERATURES, RandomRidge, features_for, held_out_rows
+from tpl.methods.parts.ridge import LARGEST, SMALLEST, STRENGTHS, TEMPERATURES, RandomRidge, features_for, held_out_rows
 
 CPU = torch.device("cpu")
 

@@ -23,9 +23,9 @@ from tpl.bench.run import RunSpec, execute_together
 from tpl.engine import Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
+from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.base import task_of_class
 from tpl.methods.hat import HAT
-from tpl.methods.techniques import TECHNIQUES
 from tpl.scores import DETECTORS
 from tpl.store import replace_text
 

@@ -20,8 +20,8 @@ def list_(as_json: AsJson = False) -> None:
     """
     from tpl.bench.benchmarks import BENCHMARKS
     from tpl.methods import load_methods
-    from tpl.methods.protect import PROTECTIONS
-    from tpl.methods.techniques import TECHNIQUES
+    from tpl.methods.bank.protect import PROTECTIONS
+    from tpl.methods.bank.techniques import TECHNIQUES
     from tpl.nets import ENCODERS
     from tpl.scores import SCORES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpl.methods.base import register
-from tpl.methods.network import NetworkMethod
+from tpl.methods.parts.network import NetworkMethod
 
 
 @register

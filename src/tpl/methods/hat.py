@@ -5,7 +5,7 @@ time each task's model scores the image, the best one names the class: t = argma
 `choice=calibrated` makes the scores comparable on stored images first, which the paper does not.
 
 The detector is one of the twelve post-hoc ones in `tpl.scores`; the way a task is trained is one of
-`tpl.methods.techniques`. Together they are the paper's study of twenty detectors as task predictors.
+`tpl.methods.bank.techniques`. Together they are the paper's study of twenty detectors as task predictors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs
+from tpl.methods.bank.lessons import Lesson
+from tpl.methods.bank.replay import MemoryBank, MemoryConfig, beginning_with
+from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.base import register, task_of_class
-from tpl.methods.lessons import Lesson
-from tpl.methods.replay import MemoryBank, MemoryConfig, beginning_with
-from tpl.methods.techniques import TECHNIQUES
 from tpl.nets import AdapterStack, Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together

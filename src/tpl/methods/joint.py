@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tpl.engine import Listener, Samples
 from tpl.methods.base import register
-from tpl.methods.network import NetworkMethod
+from tpl.methods.parts.network import NetworkMethod
 from tpl.stream import Task
 
 

@@ -19,9 +19,9 @@ from tpl.config import option
 from tpl.engine import Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs
+from tpl.methods.bank.replay import beginning_with
 from tpl.methods.base import register, task_of_class
-from tpl.methods.replay import beginning_with
-from tpl.methods.ridge import RandomRidge, features_for, held_out_rows
+from tpl.methods.parts.ridge import RandomRidge, features_for, held_out_rows
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
 from tpl.stream import Task

@@ -14,8 +14,8 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.methods.base import register
-from tpl.methods.network import NetworkConfig, NetworkMethod
-from tpl.methods.ridge import RandomRidge, features_for, held_out_rows
+from tpl.methods.parts.network import NetworkConfig, NetworkMethod
+from tpl.methods.parts.ridge import RandomRidge, features_for, held_out_rows
 from tpl.nets import AdapterStack, Encoder
 from tpl.state import State
 from tpl.stream import Task

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpl.config import option
+from tpl.methods.bank.protect import PROTECTIONS
 from tpl.methods.base import register
 from tpl.methods.hat import HAT, HATConfig
-from tpl.methods.protect import PROTECTIONS
 
 
 @dataclass(frozen=True)

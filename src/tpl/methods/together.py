@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from tpl.engine import Listener
 from tpl.methods.bank import BankMethod
+from tpl.methods.bank.lessons import learn_lessons
 from tpl.methods.base import Method
-from tpl.methods.lessons import learn_lessons
 from tpl.stream import Task
 
 

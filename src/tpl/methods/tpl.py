@@ -18,9 +18,9 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs
+from tpl.methods.bank.lessons import Lesson
+from tpl.methods.bank.replay import MemoryConfig, ReplayBank, beginning_with
 from tpl.methods.base import register, task_of_class
-from tpl.methods.lessons import Lesson
-from tpl.methods.replay import MemoryConfig, ReplayBank, beginning_with
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts

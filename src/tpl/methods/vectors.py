@@ -20,8 +20,8 @@ from tpl.engine import Compute, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.methods.bank import ENOUGH_TO_HOLD_OUT, Bank, HeldOut, Outputs
+from tpl.methods.bank.lessons import Lesson, learn_lessons
 from tpl.methods.base import owners, seeded
-from tpl.methods.lessons import Lesson, learn_lessons
 from tpl.methods.tpl import TPLConfig
 from tpl.nets import Encoder
 from tpl.nets.vectors import VectorEncoder

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from toy_tasks import CPU, random
 
-from tpl.methods.techniques import cmg
-from tpl.methods.techniques.cmg import CMG, ClassVAE, energy
+from tpl.methods.bank.techniques import cmg
+from tpl.methods.bank.techniques.cmg import CMG, ClassVAE, energy
 
 DIM = 12
 

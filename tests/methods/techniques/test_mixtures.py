@@ -7,10 +7,10 @@ import torch
 from toy_tasks import CPU, SIDE, random, some_batch
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.cutmix import CutMix
-from tpl.methods.techniques.mixoe import MixOE
-from tpl.methods.techniques.mixup import Mixup
-from tpl.methods.techniques.shared import box, partners
+from tpl.methods.bank.techniques.cutmix import CutMix
+from tpl.methods.bank.techniques.mixoe import MixOE
+from tpl.methods.bank.techniques.mixup import Mixup
+from tpl.methods.bank.techniques.shared import box, partners
 
 
 def soft_entropy(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from toy_tasks import CPU, random
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.logitnorm import LogitNorm
-from tpl.methods.techniques.mcdropout import MCDropout, dropout_masks
-from tpl.methods.techniques.oe import OE
+from tpl.methods.bank.techniques.logitnorm import LogitNorm
+from tpl.methods.bank.techniques.mcdropout import MCDropout, dropout_masks
+from tpl.methods.bank.techniques.oe import OE
 
 G = random(0)
 Z = torch.randn(5, 4, generator=G)

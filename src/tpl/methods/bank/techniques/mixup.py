@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from scipy.special import betaincinv
 from torch import Tensor
 
-from tpl.methods.techniques.base import Technique
-from tpl.methods.techniques.shared import mixed_entropy, partners
+from tpl.methods.bank.techniques.base import Technique
+from tpl.methods.bank.techniques.shared import mixed_entropy, partners
 
 ALPHA = 0.2  # a step's weight is drawn from Beta(alpha, alpha)
 QUANTILES = 4096  # of that distribution, in a table: its inverse has no closed form

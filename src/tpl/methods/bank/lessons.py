@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.engine import IGNORED, Event, GatedSGD, Listener, Recipe, Samples, train
-from tpl.methods.protect import ProtectConfig
-from tpl.methods.techniques import Technique
+from tpl.methods.bank.protect import ProtectConfig
+from tpl.methods.bank.techniques import Technique
 from tpl.nets import AdapterStack
 
 if TYPE_CHECKING:
-    from tpl.methods.bank import Bank, TaskModel
+    from tpl.methods.bank.bank import Bank, TaskModel
 
 
 @dataclass(frozen=True)

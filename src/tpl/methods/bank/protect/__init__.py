@@ -1,8 +1,8 @@
 """Ways to keep tasks apart that share one set of adapters, one file each."""
 
-from tpl.methods.protect.base import ProtectConfig, Protection
-from tpl.methods.protect.hat import Hat
-from tpl.methods.protect.supsup import SupSup
+from tpl.methods.bank.protect.base import ProtectConfig, Protection
+from tpl.methods.bank.protect.hat import Hat
+from tpl.methods.bank.protect.supsup import SupSup
 
 PROTECTIONS: dict[str, type[Protection]] = {p.name: p for p in (Hat, SupSup)}
 

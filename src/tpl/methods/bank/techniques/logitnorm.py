@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.base import Technique
+from tpl.methods.bank.techniques.base import Technique
 
 TEMPERATURE = 0.04
 TINY = 1e-7  # added to a length before it divides

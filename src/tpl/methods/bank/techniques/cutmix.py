@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.methods.techniques.base import Technique
-from tpl.methods.techniques.shared import box, mixed_entropy, partners
+from tpl.methods.bank.techniques.base import Technique
+from tpl.methods.bank.techniques.shared import box, mixed_entropy, partners
 
 
 class CutMix(Technique):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.base import Technique
-from tpl.methods.techniques.shared import box, mean_over, to_uniform
+from tpl.methods.bank.techniques.base import Technique
+from tpl.methods.bank.techniques.shared import box, mean_over, to_uniform
 
 ALPHA = 0.1  # the share that a new image keeps is drawn from Beta(alpha, 1), whose quantiles are u^(1 / alpha)
 WEIGHT = 1.0  # of the mixtures' term

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpl.methods.protect.base import Masked, Protection
+from tpl.methods.bank.protect.base import Masked, Protection
 from tpl.nets import Adapters, AdapterStack, hat
 from tpl.nets.adapters import gates
 

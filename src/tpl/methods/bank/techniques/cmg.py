@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.methods.techniques.base import Technique
+from tpl.methods.bank.techniques.base import Technique
 
 LATENT = 32  # also the size of a class's embedding
 HIDDEN = 256

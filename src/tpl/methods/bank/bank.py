@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tpl.engine import Compute, Event, Inference, Listener, Samples
+from tpl.methods.bank.lessons import Lesson, learn_lessons
+from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import Method
-from tpl.methods.lessons import Lesson, learn_lessons
-from tpl.methods.protect import PROTECTIONS, ProtectConfig
-from tpl.methods.techniques import Technique
 from tpl.nets import Adapters, AdapterStack, Encoder
 from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task

@@ -10,8 +10,8 @@ from scipy.special import gammainccinv
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.base import Technique
-from tpl.methods.techniques.shared import mean_over
+from tpl.methods.bank.techniques.base import Technique
+from tpl.methods.bank.techniques.shared import mean_over
 
 SAMPLES = 10_000  # points of a class, the least likely of which is its virtual outlier
 RIDGE = 1e-4  # added to the covariance's diagonal

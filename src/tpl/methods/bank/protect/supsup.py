@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpl.methods.protect.base import Masked, Protection
+from tpl.methods.bank.protect.base import Masked, Protection
 from tpl.nets import Adapters, AdapterStack
 
 SPREAD = 0.01  # of the first scores: at the rates the adapters are trained with, ranks then change within an epoch

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.techniques.base import Technique
-from tpl.methods.techniques.shared import mean_over, to_uniform
+from tpl.methods.bank.techniques.base import Technique
+from tpl.methods.bank.techniques.shared import mean_over, to_uniform
 
 WEIGHT = 0.5  # of the outliers' term
 

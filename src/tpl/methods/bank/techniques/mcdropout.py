@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.methods.techniques.base import Technique
+from tpl.methods.bank.techniques.base import Technique
 
 DROPPED = 0.5  # the share of features that is dropped
 PASSES = 5

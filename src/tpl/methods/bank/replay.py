@@ -15,11 +15,11 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
-from tpl.methods.bank import Bank, BankMethod, HeldOut, Outputs, TaskModel
+from tpl.methods.bank.bank import Bank, BankMethod, HeldOut, Outputs, TaskModel
+from tpl.methods.bank.lessons import Lesson
+from tpl.methods.bank.protect import ProtectConfig
+from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import task_of_class
-from tpl.methods.lessons import Lesson
-from tpl.methods.protect import ProtectConfig
-from tpl.methods.techniques import Technique
 from tpl.nets import Encoder
 from tpl.state import State
 from tpl.stream import Task

@@ -1,0 +1,16 @@
+"""All task models in one network, kept apart: what the TIL+OOD family (TPL, HAT, MORE, ROW, SupSup) is built on."""
+
+from tpl.methods.bank.bank import ENOUGH_TO_HOLD_OUT, Bank, BankMethod, HeldOut, Outputs, TaskModel
+from tpl.methods.bank.replay import MemoryBank, MemoryConfig, ReplayBank
+
+__all__ = [
+    "ENOUGH_TO_HOLD_OUT",
+    "Bank",
+    "BankMethod",
+    "HeldOut",
+    "MemoryBank",
+    "MemoryConfig",
+    "Outputs",
+    "ReplayBank",
+    "TaskModel",
+]

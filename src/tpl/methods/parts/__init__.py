@@ -1,0 +1,1 @@
+"""Pieces that several methods are made of."""
