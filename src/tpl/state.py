@@ -15,3 +15,8 @@ class State:
 
     shared: Tensors = field(default_factory=dict)
     tasks: list[Tensors] = field(default_factory=list)
+
+
+def beginning_with(prefix: str, tensors: Tensors) -> Tensors:
+    """Those whose name begins so, without that."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -30,9 +30,8 @@ def pixels(method: TPLPlus, small_stream: Stream) -> torch.Tensor:
 
 
 def test_the_answer_is_the_product_of_bank_and_expert(method: TPLPlus, pixels: torch.Tensor) -> None:
-    assert method.expert is not None
     bank = TPL.log_probabilities_of(method, method.outputs(pixels))
-    expert = method.expert.logits(method.common_features(pixels)).softmax(dim=1)
+    expert = method.expert_says(method.common_features(pixels)).exp()
     product = bank.exp() * expert
     torch.testing.assert_close(method.log_probabilities(pixels).exp(), product / product.sum(dim=1, keepdim=True))
 
@@ -55,8 +54,7 @@ def test_asking_as_many_tasks_as_there_are_is_exact(method: TPLPlus, pixels: tor
 def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Tensor, passes: str) -> None:
     method.rescore(passes=passes)
     common = method.common_features(pixels)
-    assert method.expert is not None
-    says = method.expert.logits(common).log_softmax(dim=1)
+    says = method.expert_says(common)
     asked = method.tasks_to_ask(says)
     answer = method.log_probabilities(pixels)
     owner = task_of_class(method.task_classes_)
@@ -71,7 +69,9 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
         assert asked.double().sum(dim=1).mean() < 3
     else:
         assert asked.sum(dim=1).unique().tolist() == [int(passes)]
+    assert method.passes(common) == float(asked.double().sum(dim=1).mean())
     method.rescore(passes="all")
+    assert method.passes(common) == method.passes() == 3
 
 
 def test_impossible_choices_are_explained() -> None:

@@ -18,15 +18,14 @@ def problem(samples: int = 240, classes: int = 4, dim: int = 12) -> tuple[torch.
 
 
 def ridge(dim: int = 12, width: int = 64) -> RandomRidge:
-    return RandomRidge(dim, width, torch.Generator().manual_seed(1), CPU)
+    return RandomRidge.drawn(dim, width, torch.Generator().manual_seed(1), CPU)
 
 
 def test_the_solution_is_that_of_ridge_regression() -> None:
     z, y = problem()
     ours = ridge()
     ours.strength = 1e-3
-    ours.add(z, y)
-    ours.solve()
+    ours.update(z, y)
     alpha = 1e-3 * float(ours.gram.diagonal().mean())
     target = torch.nn.functional.one_hot(y).double().numpy()
     theirs = Ridge(alpha=alpha, fit_intercept=False, solver="cholesky").fit(ours.hidden(z).numpy(), target)
@@ -36,9 +35,9 @@ def test_the_solution_is_that_of_ridge_regression() -> None:
 def test_sums_do_not_depend_on_the_order_or_size_of_parts() -> None:
     z, y = problem()
     whole, parts = ridge(), ridge()
-    whole.add(z, y)
+    whole.update(z, y)
     for rows in torch.randperm(len(z), generator=torch.Generator().manual_seed(2)).split(37):
-        parts.add(z[rows], y[rows])
+        parts.update(z[rows], y[rows])
     torch.testing.assert_close(whole.gram, parts.gram, rtol=1e-12, atol=1e-9)
     torch.testing.assert_close(whole.sums, parts.sums, rtol=1e-12, atol=1e-9)
 
@@ -48,29 +47,37 @@ def test_tasks_learned_one_by_one_classify_all_classes() -> None:
     learned = ridge()
     for task in (0, 1):
         own = (y // 2) == task
-        learned.learn(z[own], y[own], held_out_rows(y[own], torch.Generator().manual_seed(task)))
+        learned.learn(z[own], y[own], torch.Generator().manual_seed(task))
     assert learned.classes == 4
-    assert float((learned.logits(z).argmax(dim=1) == y).double().mean()) > 0.9
+    assert float((learned.log_probabilities(z).argmax(dim=1) == y).double().mean()) > 0.9
     assert learned.strength in STRENGTHS and learned.temperature in TEMPERATURES
 
 
 def test_state_and_forgetting() -> None:
     z, y = problem()
     learned = ridge()
-    learned.learn(z, y, held_out_rows(y, torch.Generator().manual_seed(0)))
+    learned.learn(z, y, torch.Generator().manual_seed(0))
     again = RandomRidge.from_state(learned.state())
-    assert torch.equal(again.logits(z), learned.logits(z))
+    assert torch.equal(again.log_probabilities(z), learned.log_probabilities(z))
     learned.forget(1)
-    assert learned.classes == 3 and learned.logits(z).shape[1] == 3
-    assert set(learned.logits(z[y == 2]).argmax(dim=1).tolist()) == {1}  # later classes move up
+    assert learned.classes == 3 and learned.log_probabilities(z).shape[1] == 3
+    assert set(learned.log_probabilities(z[y == 2]).argmax(dim=1).tolist()) == {1}  # later classes move up
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_very_small_tasks_give_finite_answers(samples: int) -> None:
     z, y = torch.ones(samples, 12), torch.zeros(samples, dtype=torch.long)
     learned = ridge()
-    learned.learn(z, y, held_out_rows(y, torch.Generator().manual_seed(0)))
-    assert learned.logits(z).isfinite().all()
+    learned.learn(z, y, torch.Generator().manual_seed(0))
+    assert learned.log_probabilities(z).isfinite().all()
+
+
+def test_a_single_first_class_is_taken_up_whole() -> None:
+    z, y = torch.randn(10, 12, generator=torch.Generator().manual_seed(0)), torch.zeros(10, dtype=torch.long)
+    learned, whole = ridge(), ridge()
+    learned.learn(z, y, torch.Generator().manual_seed(0))
+    whole.update(z, y)
+    torch.testing.assert_close(learned.gram, whole.gram)
 
 
 def test_the_number_of_random_features_follows_the_first_task() -> None:

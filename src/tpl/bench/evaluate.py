@@ -27,6 +27,7 @@ class StageResult:
     til: list[float]  # class known among the true task's classes
     tp: list[float]  # task predicted
     detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
+    passes: float | None  # task models asked about a test image, on average, where the method has any
     drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
 
 
@@ -58,7 +59,7 @@ class Evaluator:
         if scores is not None and upto > 0:
             detection = metrics.detection(scores, np.repeat(np.arange(len(sizes)), sizes))
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
-        return StageResult(cil, til, tp, detection, self._drift())
+        return StageResult(cil, til, tp, detection, self._passes(), self._drift())
 
     def _prepare(self, images: ImageSet) -> Tensor:
         """The images as the encoder takes them, on the GPU as long as they leave most of its memory free."""
@@ -80,10 +81,15 @@ class Evaluator:
         for model in range(old_models, len(method.bank.tasks)):
             self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
         self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
-        common = [features for features in self.common if features is not None]
         scores = method.task_scores(self.known)
-        answers = method.log_probabilities_of(self.known, scores, torch.cat(common) if common else None)
-        return answers.cpu(), scores.cpu().numpy()
+        return method.log_probabilities_of(self.known, scores, self._common()).cpu(), scores.cpu().numpy()
+
+    def _common(self) -> Tensor | None:
+        found = [features for features in self.common if features is not None]
+        return torch.cat(found) if found else None
+
+    def _passes(self) -> float | None:
+        return self.method.passes(self._common()) if isinstance(self.method, BankMethod) else None
 
     def _drift(self) -> float | None:
         """Asks every task's model again about the images it was first asked about."""

@@ -82,6 +82,7 @@ def summarise(out: Path) -> RunResult:
         "tp": metrics.last(matrices["tp"], sizes),
         "forgetting_classic": metrics.classic_forgetting(matrices["cil"]),
         "detection": final["detection"],
+        "passes": final.get("passes"),
         "drift": _largest([stage.get("drift") for stage in stages]),
         "seconds": sum(learning) + sum(evaluation),
         "seconds_per_task": sum(learning) / len(learning),

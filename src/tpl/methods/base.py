@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config
-from tpl.engine import Compute, Event, Listener, Samples, silent
+from tpl.engine import Compute, Event, Inference, Listener, Samples, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.nets import Encoder
@@ -111,6 +112,17 @@ class Method(ABC):
         """All classes seen, in the order of arrival."""
         return [c for classes in self.task_classes_ for c in classes]
 
+    @cached_property
+    def encoder_features(self) -> Inference:
+        """The frozen encoder's own features of uint8 images, in full precision: no task changes them."""
+        normalise = self.preprocess.normaliser(self.compute.device, torch.float32)
+        return Inference(self.encoder.plain, self.compute, normalise)
+
+    @cached_property
+    def adapted_features(self) -> Inference:
+        """Features of uint8 images under given norms and adapter weights."""
+        return Inference(partial(self.encoder.unpacked, dtype=self.compute.dtype), self.compute, self.normalise)
+
     def learn(self, task: Task, listen: Listener = silent, held: Samples | None = None) -> None:
         """Learn one more task, or stay as before if that fails or is interrupted.
 
@@ -157,6 +169,11 @@ class Method(ABC):
                 return task, classes.index(name)
         known = ", ".join(self.classes_[:20]) + (", ..." if len(self.classes_) > 20 else "")
         raise TplError(f"There is no class '{name}'; there are {known or 'none yet'}.")
+
+    def numbers_of(self, task: Task, samples: Samples) -> Tensor:
+        """The numbers, among all classes, of samples of a task whose classes are known already."""
+        numbers = [self.classes_.index(name) for name in task.classes]
+        return torch.tensor(numbers, device=samples.labels.device)[samples.labels]
 
     @contextmanager
     def learning(self, task: Task, listen: Listener) -> Iterator[Samples]:

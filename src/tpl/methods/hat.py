@@ -20,15 +20,16 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs
+from tpl.methods.bank import Outputs, within_tasks
 from tpl.methods.bank.lessons import Lesson
-from tpl.methods.bank.replay import MemoryBank, MemoryConfig, beginning_with
+from tpl.methods.bank.replay import MemoryBank, MemoryConfig
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.base import register, task_of_class
 from tpl.nets import AdapterStack, Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together
 from tpl.scores.odin import Odin, perturb
+from tpl.state import beginning_with
 from tpl.stream import Task
 
 ALL = "all"
@@ -160,9 +161,8 @@ class HAT(MemoryBank):
         else:
             chosen = F.one_hot(scores.argmax(dim=1), scores.shape[1]).double()
             tasks = (SURE * chosen + (1 - SURE) / scores.shape[1]).log()
-        within = torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
         owner = task_of_class(self.task_classes_).to(scores.device)
-        return (within + tasks[:, owner]).log_softmax(dim=1)
+        return (within_tasks(outputs) + tasks[:, owner]).log_softmax(dim=1)
 
     def knownness(self, task: int, outputs: Outputs) -> Tensor:
         """The detector's score; ODIN's needs the image, so the largest softmax stands in for it."""

@@ -21,10 +21,11 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import Outputs
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank, beginning_with
+from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.scores import Mahalanobis
+from tpl.state import beginning_with
 from tpl.stream import Task
 
 DISTANCE_SCALE = 20.0

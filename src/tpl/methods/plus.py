@@ -10,20 +10,19 @@ also says, for one pass of the encoder, which tasks are worth asking at all (`pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Samples
+from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs
-from tpl.methods.bank.replay import beginning_with
+from tpl.methods.bank import Outputs, within_tasks
 from tpl.methods.base import register, task_of_class
-from tpl.methods.parts.ridge import RandomRidge, features_for, held_out_rows
+from tpl.methods.parts.ridge import RandomRidge, features_for
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
+from tpl.state import beginning_with
 from tpl.stream import Task
 
 ALL, AUTO = "all", "auto"
@@ -56,47 +55,50 @@ class TPLPlus(TPL):
     summary = "TPL times a global ridge classifier on the encoder's own features, which also picks the tasks to ask"
     config_class = PlusConfig
     config: PlusConfig
+    rescorable = TPL.rescorable | {"weight", "passes", "covered"}
 
     def __init__(self, encoder: Encoder, config: PlusConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
-        self._plain = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """As TPL; and the expert takes up the task."""
         super().conclude(task, samples)
         if self.expert is None:
             width = self.config.width or features_for(len(samples))
-            self.expert = RandomRidge(self.encoder.dim, width, self.generator("projection"), self.compute.device)
-        held = held_out_rows(samples.labels, self.generator("held out"))
-        self.expert.learn(self.common_features(samples.pixels), samples.labels + len(self.classes_), held)
+            self.expert = RandomRidge.drawn(self.encoder.dim, width, self.generator("projection"), self.compute.device)
+        numbers = samples.labels + len(self.classes_)
+        self.expert.learn(self.common_features(samples.pixels), numbers, self.generator("held out"))
 
     # Answers
 
     def common_features(self, pixels: Tensor) -> Tensor:
         """What the encoder itself sees: no task changes it."""
-        return self._plain(pixels)
+        return self.encoder_features(pixels)
+
+    def expert_says(self, common: Tensor) -> Tensor:
+        """log P_global(class | image) from the encoder's own features."""
+        assert self.expert is not None
+        return self.expert.log_probabilities(common)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
         """The bank's answer times the expert's; without the encoder's own features, the bank's alone."""
-        bank = super().log_probabilities_of(outputs, scores)
         if common is None:
-            return bank
-        says = self._expert_says(common)
+            return super().log_probabilities_of(outputs, scores)
+        says = self.expert_says(common)
         if self.config.passes == ALL:
-            return (bank + self.config.weight * says).log_softmax(dim=1)
+            return (super().log_probabilities_of(outputs, scores) + self.config.weight * says).log_softmax(dim=1)
         scores = self.task_scores(outputs) if scores is None else scores
-        within = torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
-        return self._of_some(within, scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
+        return self._of_some(within_tasks(outputs), scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """The same; tasks that are not to be asked about an image do not see it."""
         common = self.common_features(pixels)
         if self.config.passes == ALL:
             return self.log_probabilities_of(self.outputs(pixels), common=common)
-        says = self._expert_says(common)
+        says = self.expert_says(common)
         asked = self.tasks_to_ask(says)
         scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
         within = torch.zeros_like(says)
@@ -106,7 +108,7 @@ class TPLPlus(TPL):
             if len(rows):
                 seen = self.outputs_of(t, pixels[rows.to(pixels.device)])
                 scores[rows, t] = self.scores_[t].score_features(*seen)
-                within[rows, first : first + model.own] = seen.logits.double().log_softmax(dim=1)
+                within[rows, first : first + model.own] = within_tasks([seen])
             first += model.own
         return self._of_some(within, scores, says)
 
@@ -116,10 +118,6 @@ class TPLPlus(TPL):
         tasks = self.task_log_probabilities(scores).clamp_min(NEVER)
         within = within.masked_fill(scores.isneginf()[:, owner], 0)
         return (within + tasks[:, owner] + self.config.weight * says).log_softmax(dim=1)
-
-    def _expert_says(self, common: Tensor) -> Tensor:
-        assert self.expert is not None
-        return self.expert.logits(common).log_softmax(dim=1)
 
     def tasks_to_ask(self, says: Tensor) -> Tensor:
         """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes."""
@@ -136,21 +134,19 @@ class TPLPlus(TPL):
             wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
         return torch.zeros_like(wanted).scatter(1, order, wanted)
 
+    def passes(self, common: Tensor | None = None) -> float:
+        """Task models asked about an image, on average over those whose encoder features are given."""
+        if common is None:
+            return super().passes()
+        return float(self.tasks_to_ask(self.expert_says(common)).double().sum(dim=1).mean())
+
     # Changes and storage
 
-    def rescore(self, **changes: Any) -> None:
-        """As TPL; the expert's weight and the choice of tasks may change, too."""
-        mine = {name: changes.pop(name) for name in ("weight", "passes", "covered") if name in changes}
-        self.config = self.config.replace(**mine)
-        super().rescore(**changes)
-
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """As TPL; and more images add to the expert's sums as if they had always been there."""
+        """As TPL; and more images add to the expert's sums."""
         super().update_classes(task, samples, held)
         assert self.expert is not None
-        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
-        self.expert.add(self.common_features(samples.pixels), numbers[samples.labels])
-        self.expert.solve()
+        self.expert.update(self.common_features(samples.pixels), self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Compute, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
-from tpl.methods.parts.ridge import RandomRidge, features_for, held_out_rows
-from tpl.nets import AdapterStack, Encoder
-from tpl.state import State
+from tpl.methods.parts.ridge import RandomRidge, features_for
+from tpl.nets import Encoder
+from tpl.state import State, beginning_with
 from tpl.stream import Task
+
+RIDGE = "ridge."
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,6 @@ class RanPAC(NetworkMethod):
     def __init__(self, encoder: Encoder, config: RanPACConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.ridge: RandomRidge | None = None
-        self._plain = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
-        self._adapted = Inference(
-            lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
-            compute,
-            self.normalise,
-        )
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Adapt to a first task if wanted; then take up the task's features."""
@@ -55,27 +50,25 @@ class RanPAC(NetworkMethod):
             if self.config.adapt == "first":
                 super().learn_task(task, samples, listen)
             width = self.config.width or features_for(len(samples))
-            self.ridge = RandomRidge(self.encoder.dim, width, self.generator("projection"), self.compute.device)
-        z, y = self.features(samples.pixels), samples.labels + len(self.classes_)
-        self.ridge.learn(z, y, held_out_rows(samples.labels, self.generator("held out")))
+            self.ridge = RandomRidge.drawn(self.encoder.dim, width, self.generator("projection"), self.compute.device)
+        numbers = samples.labels + len(self.classes_)
+        self.ridge.learn(self.features(samples.pixels), numbers, self.generator("held out"))
 
     def features(self, pixels: Tensor) -> Tensor:
         """The encoder's features, or those of the network adapted to the first task."""
         if self.config.adapt == "none":
-            return self._plain(pixels)
-        return self._adapted(pixels, self.network.norms, *self.network.adapters.weights)
+            return self.encoder_features(pixels)
+        return self.adapted_features(pixels, self.network.norms, *self.network.adapters.weights)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax of the answers at the temperature that fitted held-out images."""
         assert self.ridge is not None
-        return self.ridge.logits(self.features(pixels)).log_softmax(dim=1)
+        return self.ridge.log_probabilities(self.features(pixels))
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """More images of known classes add to the sums, as if they had always been there."""
+        """More images of known classes add to the sums."""
         assert self.ridge is not None
-        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
-        self.ridge.add(self.features(samples.pixels), numbers[samples.labels])
-        self.ridge.solve()
+        self.ridge.update(self.features(samples.pixels), self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's sum."""
@@ -86,15 +79,13 @@ class RanPAC(NetworkMethod):
         """The adapted network, and the ridge's sums."""
         found = super().state()
         shared = found.shared if self.config.adapt == "first" else {}
-        ridge = {} if self.ridge is None else {f"ridge.{k}": v for k, v in self.ridge.state().items()}
+        ridge = {} if self.ridge is None else {RIDGE + k: v for k, v in self.ridge.state().items()}
         return State(shared | ridge, found.tasks)
 
     def load_state(self, state: State) -> None:
         """Take up what `state` gave."""
-        mine = {k.removeprefix("ridge."): v for k, v in state.shared.items() if k.startswith("ridge.")}
-        if self.config.adapt == "first" and "head_bias" in state.shared:
-            super().load_state(
-                State({k: v for k, v in state.shared.items() if not k.startswith("ridge.")}, state.tasks)
-            )
-        device = self.compute.device
-        self.ridge = RandomRidge.from_state({k: v.to(device) for k, v in mine.items()}) if mine else None
+        if "head_bias" in state.shared:
+            network = {k: v for k, v in state.shared.items() if not k.startswith(RIDGE)}
+            super().load_state(State(network, state.tasks))
+        ridge = {k: v.to(self.compute.device) for k, v in beginning_with(RIDGE, state.shared).items()}
+        self.ridge = RandomRidge.from_state(ridge) if ridge else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs
+from tpl.methods.bank import Outputs, within_tasks
 from tpl.methods.bank.lessons import Lesson
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank, beginning_with
+from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
 from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts
 from tpl.scores.ratio import memory_scores, oppose
+from tpl.state import beginning_with
 from tpl.stream import Task
 
 
@@ -40,10 +41,6 @@ class TPLConfig(RatioConfig, MemoryConfig):
     calibration: str = option("score", "fitted on the memory after every task", CALIBRATIONS)
 
 
-# What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
-RESCORABLE = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}
-
-
 @register
 class TPL(ReplayBank):
     """Likelihood-ratio task prediction over a bank of task models."""
@@ -53,6 +50,8 @@ class TPL(ReplayBank):
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
     config_class = TPLConfig
     config: TPLConfig
+    # What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
+    rescorable: ClassVar[set[str]] = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}
 
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -89,7 +88,7 @@ class TPL(ReplayBank):
     ) -> Tensor:
         """log P(class | image) from every task's outputs."""
         scores = self.task_scores(outputs) if scores is None else scores
-        within = torch.cat([o.logits.double().log_softmax(dim=1) for o in outputs], dim=1)
+        within = within_tasks(outputs)
         owner = task_of_class(self.task_classes_).to(scores.device)
         if self.calibration_ is not None and self.config.calibration == "probability":
             scale, shift = self.calibration_
@@ -106,7 +105,9 @@ class TPL(ReplayBank):
 
     def rescore(self, **changes: Any) -> None:
         """Change score, temperature or calibration of the trained model; nothing is trained anew."""
-        fixed = [name for name in changes if name not in RESCORABLE and changes[name] != getattr(self.config, name)]
+        fixed = [
+            name for name in changes if name not in self.rescorable and changes[name] != getattr(self.config, name)
+        ]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
         self.config = self.config.replace(**changes)

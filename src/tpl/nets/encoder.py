@@ -79,6 +79,11 @@ class Encoder(nn.Module):
         features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return features
 
+    def unpacked(self, images: Tensor, norms: Tensor, *weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """The forward pass with the adapters' weights one by one: what `Inference` takes."""
+        features: Tensor = self(images, norms, AdapterStack(*weights), dtype=dtype)
+        return features
+
     def trunk(self, dtype: torch.dtype) -> VisionTransformer:
         """The frozen network in one precision; a copy in another than its own is made once and kept."""
         if dtype == next(self.vit.parameters()).dtype:

@@ -1,6 +1,6 @@
 """All task models in one network, kept apart: what the TIL+OOD family (TPL, HAT, MORE, ROW, SupSup) is built on."""
 
-from tpl.methods.bank.bank import ENOUGH_TO_HOLD_OUT, Bank, BankMethod, HeldOut, Outputs, TaskModel
+from tpl.methods.bank.bank import ENOUGH_TO_HOLD_OUT, Bank, BankMethod, HeldOut, Outputs, TaskModel, within_tasks
 from tpl.methods.bank.replay import MemoryBank, MemoryConfig, ReplayBank
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "Outputs",
     "ReplayBank",
     "TaskModel",
+    "within_tasks",
 ]

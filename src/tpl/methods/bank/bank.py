@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -91,11 +92,7 @@ class Bank:
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
         self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
-        self._features = Inference(
-            lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
-            compute,
-            normalise,
-        )
+        self._features = Inference(partial(encoder.unpacked, dtype=compute.dtype), compute, normalise)
 
     def weights(self, task: int) -> AdapterStack:
         """The adapters as a finished task sees them."""
@@ -164,6 +161,11 @@ class Bank:
             listen(Event("warning", {"text": text}))
 
 
+def within_tasks(outputs: list[Outputs]) -> Tensor:
+    """log P(class | image, task) of every task, side by side, `[n, classes]`."""
+    return torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
+
+
 def _joined(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
     return claim if used is None or claim is None else torch.maximum(used, claim)
 
@@ -217,6 +219,10 @@ class BankMethod(Method):
     def common_features(self, pixels: Tensor) -> Tensor | None:
         """What a method sees of images beside its tasks' models, if anything; no task changes it."""
         return None
+
+    def passes(self, common: Tensor | None = None) -> float:
+        """Task models asked about an image, on average over images with these `common_features`."""
+        return float(len(self.bank.tasks))
 
     def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
         """One task's features and logits."""

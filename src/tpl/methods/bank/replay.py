@@ -21,7 +21,7 @@ from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import task_of_class
 from tpl.nets import Encoder
-from tpl.state import State
+from tpl.state import State, beginning_with
 from tpl.stream import Task
 
 ADAPTERS = "adapters."
@@ -168,8 +168,3 @@ class ReplayBank(MemoryBank):
         replay = self.replay_samples(own)
         outputs = own + (replay is not None)
         return Lesson(self.bank, samples, replay, own, outputs, self.config, self.generator("training"), listen)
-
-
-def beginning_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose name begins so, without that."""
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Recipe, Samples, train
 from tpl.methods.base import Method
-from tpl.nets import AdapterStack, Encoder
+from tpl.nets import Encoder
 from tpl.state import State
 from tpl.stream import Task
 
@@ -91,8 +91,8 @@ class NetworkMethod(Method):
         super().__init__(encoder, config, compute, seed)
         self.network = self.new_network()
         self._logits = Inference(  # of any weights: the network is made anew, and its head grows
-            lambda images, head, bias, norms, *weights: F.linear(
-                encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype), head, bias
+            lambda images, head, bias, *network: F.linear(
+                encoder.unpacked(images, *network, dtype=compute.dtype), head, bias
             ),
             compute,
             self.normalise,

@@ -38,13 +38,19 @@ def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
 class RandomRidge:
     """Class sums and Gram matrix of random features, and the classifier they give."""
 
-    def __init__(self, dim: int, width: int, generator: torch.Generator, device: torch.device) -> None:
-        self.projection = torch.randn(dim, width, generator=generator).to(device)
+    def __init__(self, projection: Tensor) -> None:
+        self.projection = projection  # [dim, width]
+        width, device = projection.shape[1], projection.device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
         self.strength = STRENGTHS[-1]
         self.temperature = 1.0
         self.weights = self.sums
+
+    @classmethod
+    def drawn(cls, dim: int, width: int, generator: torch.Generator, device: torch.device) -> Self:
+        """One that has seen nothing, with a projection by lot."""
+        return cls(torch.randn(dim, width, generator=generator).to(device))
 
     @property
     def classes(self) -> int:
@@ -56,8 +62,22 @@ class RandomRidge:
         unit = F.normalize(z.double(), dim=1) * z.shape[1] ** 0.5
         return F.relu(unit @ self.projection.double())
 
-    def add(self, z: Tensor, y: Tensor) -> None:
-        """Take up samples; labels may name classes not seen before."""
+    def learn(self, z: Tensor, y: Tensor, generator: torch.Generator) -> None:
+        """Take up a task, with ridge and temperature chosen on a fifth of it before that is taken up, too."""
+        held = held_out_rows(y, generator)
+        self._add(z[~held], y[~held])
+        if bool(held.any()):
+            if self.classes > 1:
+                self._choose(z[held], y[held])
+            self._add(z[held], y[held])
+        self._solve()
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        """Take up more samples of known classes, as if they had always been there."""
+        self._add(z, y)
+        self._solve()
+
+    def _add(self, z: Tensor, y: Tensor) -> None:
         missing = int(y.max()) + 1 - self.classes if len(y) else 0
         if missing > 0:
             self.sums = F.pad(self.sums, (0, missing))
@@ -65,14 +85,6 @@ class RandomRidge:
             h = self.hidden(part)
             self.gram += h.T @ h
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
-
-    def learn(self, z: Tensor, y: Tensor, held: Tensor) -> None:
-        """Take up a task, with ridge and temperature chosen on those of its samples that `held` marks."""
-        self.add(z[~held], y[~held])
-        if bool(held.any()) and self.classes > 1:
-            self._choose(z[held], y[held])
-            self.add(z[held], y[held])
-        self.solve()
 
     def _choose(self, z: Tensor, y: Tensor) -> None:
         """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy."""
@@ -86,43 +98,43 @@ class RandomRidge:
         answer = tried[self.strength][1]
         self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(answer / t, y)))
 
-    def solve(self) -> None:
+    def _solve(self) -> None:
         """The classifier of all that was taken up."""
         self.weights = self._solution(self.strength)
 
     def _solution(self, strength: float) -> Tensor:
-        size = float(self.gram.diagonal().mean()) or 1.0
-        ridge = self.gram + strength * size * torch.eye(len(self.gram)).to(self.gram)
+        ridge = self.gram.clone()
+        ridge.diagonal().add_(strength * (float(ridge.diagonal().mean()) or 1.0))
         factor, failed = torch.linalg.cholesky_ex(ridge)
         if bool(failed):  # too weak a ridge for rounding: never the one to choose
             return torch.full_like(self.sums, 1e6)
         return torch.cholesky_solve(self.sums, factor)
 
-    def logits(self, z: Tensor) -> Tensor:
-        """Answers over all classes at the fitted temperature, `[n, classes]`."""
-        return torch.cat([self.hidden(part) @ self.weights for part in z.split(BLOCK)]) / self.temperature
+    def log_probabilities(self, z: Tensor) -> Tensor:
+        """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
+        answers = torch.cat([self.hidden(part) @ self.weights for part in z.split(BLOCK)])
+        return (answers / self.temperature).log_softmax(dim=1)
 
     def forget(self, c: int) -> None:
         """Drop a class; what it said about the spread of features stays, as a background for the others."""
         kept = torch.arange(self.classes, device=self.sums.device) != c
         self.sums = self.sums[:, kept]
-        self.solve()
+        self._solve()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything, the symmetric matrix as one triangle."""
+        """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
         chosen = torch.tensor([self.strength, self.temperature], dtype=torch.float64)
-        return {"projection": self.projection, "gram": self.gram[rows, columns], "sums": self.sums, "chosen": chosen}
+        sums = {"gram": self.gram[rows, columns], "sums": self.sums}
+        return {"projection": self.projection, "weights": self.weights, "chosen": chosen} | sums
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> Self:
         """The ridge that `state` came from."""
-        projection, sums = state["projection"], state["sums"]
-        ridge = cls(projection.shape[0], projection.shape[1], torch.Generator(), sums.device)
-        rows, columns = torch.triu_indices(*ridge.gram.shape, device=sums.device)
+        ridge = cls(state["projection"])
+        rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
         ridge.gram += ridge.gram.triu(1).T
-        ridge.projection, ridge.sums = projection, sums
+        ridge.sums, ridge.weights = state["sums"], state["weights"]
         ridge.strength, ridge.temperature = state["chosen"].tolist()
-        ridge.solve()
         return ridge
