@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pictures import photos
 from tpl import Learner, TplError
 from tpl.bench import outputs
-from tpl.bench.ablate import GROUPS, VARIANTS, ablate, smaller_memory
+from tpl.bench.ablate import VARIANTS, ablate, groups_of, smaller_memory
 from tpl.bench.outputs import read_outputs, run_outputs
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute
@@ -81,7 +81,7 @@ def test_only_the_groups_asked_for_are_measured(made: tuple[Path, Path, Rows]) -
     _, run, rows = made
     some = ablate(run, None, None, "cpu", ["gamma", "k"])
     assert some == [row for row in rows if row["group"] in ("", "gamma", "k")]
-    assert {row["group"] for row in rows} == {"", *GROUPS}
+    assert {row["group"] for row in rows} == {"", *groups_of("tpl")}
     with pytest.raises(TplError, match=r"no group of variants 'kk'; there are compose, terms, beta, gamma, k, memory"):
         ablate(run, None, None, "cpu", ["k", "kk"])
 
@@ -227,3 +227,19 @@ def test_the_memory_comes_back_whatever_happens(run: Path) -> None:
     with pytest.raises(RuntimeError), smaller_memory(method, 0.5):
         raise RuntimeError
     assert torch.equal(method.memory.labels, before)
+
+
+def test_what_tpl_plus_adds_can_be_taken_away_again(made: tuple[Path, Path, Rows], tmp_path: Path) -> None:
+    """Without the expert it answers as tpl, without the bank as ranpac, and fewer passes are counted."""
+    data, run, _ = made
+    options = RunResult.read(run).description["options"]
+    execute(RunSpec("folder", "tpl-plus", data=data, device="cpu", options=options), tmp_path / "plus")
+    execute(RunSpec("folder", "ranpac", data=data, device="cpu"), tmp_path / "ranpac")
+    rows = {row["variant"]: row for row in ablate(tmp_path / "plus", data, None, "cpu", ["expert", "passes"])}
+    assert rows["bank alone"]["last"] == pytest.approx(RunResult.read(run).summary["last"])
+    assert rows["expert alone"]["last"] == pytest.approx(RunResult.read(tmp_path / "ranpac").summary["last"])
+    assert rows["weight = 1.0"]["last"] == rows["as trained"]["last"]
+    assert [rows[f"passes = {n}"]["passes"] for n in (1, 2, 3)] == [1, 2, 3]
+    assert 1 <= rows["passes = auto, covered = 0.8"]["passes"] <= rows["passes = auto, covered = 0.99"]["passes"] <= 3
+    with pytest.raises(TplError, match="tpl has no group of variants 'expert'"):
+        ablate(run, data, None, "cpu", ["expert"])

@@ -1,4 +1,4 @@
-"""Ablations of TPL's score on one trained model: every variant is a choice made at evaluation time."""
+"""Ablations of TPL's score on one trained model, and of tpl-plus: every variant is a choice made at evaluation time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from tpl.bench import metrics
-from tpl.bench.evaluate import accuracies
 from tpl.bench.outputs import RunOutputs, run_outputs
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
-from tpl.methods.base import task_of_class
+from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 
-AFTERWARDS = ("gamma", "calibration")  # options that turn scores into probabilities: the scores do not know them
+# Options that turn scores into probabilities: the scores do not know them.
+AFTERWARDS = ("gamma", "calibration", "weight", "passes", "covered")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Variant:
     group: str
     changes: dict[str, Any] = field(default_factory=dict)
     memory: float = 1.0  # share of every class's exemplars
+    expert_alone: bool = False  # the bank is not asked at all
 
 
 # The paper's ablations (its Fig. 3, the beta table) and the readings in which paper and public code differ.
@@ -63,7 +64,23 @@ VARIANTS: dict[str, Variant] = {
     **{f"k = {k}": Variant("k", {"k": k}) for k in (1, 2, 10, 50, 100)},
     **{f"memory = {100 * share:.0f} %": Variant("memory", memory=share) for share in (0.1, 0.25, 0.5)},
 }
-GROUPS = tuple(dict.fromkeys(variant.group for variant in VARIANTS.values() if variant.group))
+# What tpl-plus adds. The expert alone is what `ranpac` answers, the bank alone what `tpl` does.
+PLUS_VARIANTS: dict[str, Variant] = {
+    "bank alone": Variant("expert", {"weight": 0.0}),
+    "expert alone": Variant("expert", expert_alone=True),
+    **{f"weight = {w}": Variant("expert", {"weight": w}) for w in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)},
+    **{f"passes = {n}": Variant("passes", {"passes": str(n)}) for n in (1, 2, 3, 5)},
+    **{
+        f"passes = auto, covered = {share}": Variant("passes", {"passes": "auto", "covered": share})
+        for share in (0.8, 0.9, 0.95, 0.98, 0.99)
+    },
+}
+BY_METHOD = {TPL.name: VARIANTS, TPLPlus.name: VARIANTS | PLUS_VARIANTS}
+
+
+def groups_of(method: str) -> list[str]:
+    """The groups of variants that a method's runs can be ablated by."""
+    return list(dict.fromkeys(variant.group for variant in BY_METHOD[method].values() if variant.group))
 
 
 def ablate(
@@ -73,21 +90,29 @@ def ablate(
 
     `only` names the groups of variants wanted, by default all; the score as it was trained comes first in any case.
     """
-    unknown = [group for group in only if group not in GROUPS]
-    if unknown:
-        raise TplError(f"There is no group of variants '{unknown[0]}'; there are {', '.join(GROUPS)}.")
     description = RunResult.read(run).description
-    if description["method"] != TPL.name:
-        raise TplError(f"{run} is a run of {description['method']}; only tpl has a score to take apart.")
+    name = description["method"]
+    if name not in BY_METHOD:
+        raise TplError(f"{run} is a run of {name}; only {' and '.join(BY_METHOD)} have a score to take apart.")
+    unknown = [group for group in only if group not in groups_of(name)]
+    if unknown:
+        raise TplError(f"{name} has no group of variants '{unknown[0]}'; there are {', '.join(groups_of(name))}.")
     method = Learner.load(run / "model", weights, device).method
     assert isinstance(method, TPL)
     outputs = run_outputs(run, description, data, lambda: method).to(method.compute.device)
+    return measure_variants(method, outputs, only)
+
+
+def measure_variants(method: TPL, outputs: RunOutputs, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The same for a method in hand; it is left as it was."""
     measure = _Measure(method, outputs)
-    wanted = {name: v for name, v in VARIANTS.items() if not v.group or not only or v.group in only}
-    return [
+    wanted = {name: v for name, v in BY_METHOD[method.name].items() if not v.group or not only or v.group in only}
+    rows = [
         {"variant": name, "group": v.group, "changes": v.changes, "memory_share": v.memory} | measure(v)
         for name, v in wanted.items()
     ]
+    method.rescore(**measure.trained)
+    return rows
 
 
 class _Measure:
@@ -96,33 +121,30 @@ class _Measure:
     def __init__(self, method: TPL, outputs: RunOutputs) -> None:
         self.method, self.outputs = method, outputs
         self.trained = method.config.to_dict()
-        self.task_of_class = task_of_class(method.task_classes_)
         self.known: dict[str, tuple[Tensor, float | None]] = {}  # scores and their AUROC, by the options behind them
 
     def __call__(self, variant: Variant) -> dict[str, float | None]:
-        options = self.trained | variant.changes
-        with smaller_memory(self.method, variant.memory):
-            self.method.rescore(**options)
+        method, outputs, options = self.method, self.outputs, self.trained | variant.changes
+        with smaller_memory(method, variant.memory):
+            method.rescore(**options)
             key = repr((variant.memory, {k: v for k, v in options.items() if k not in AFTERWARDS}))
             if key not in self.known:
                 self.known[key] = self._scores()
             scores, auroc = self.known[key]
-            answers = self.method.log_probabilities_of(self.outputs.models, scores).cpu()
-        return self._accuracies(answers) | {"auroc": auroc}
+            if variant.expert_alone:
+                assert isinstance(method, TPLPlus) and outputs.common is not None
+                answers, auroc, passes = method.expert_says(outputs.common), None, 0.0
+            else:
+                answers = method.log_probabilities_of(outputs.models, scores, outputs.common)
+                passes = method.passes(outputs.common)
+        found = outputs.accuracies(answers)
+        return {"last": found.last, "tp": found.tp, "auroc": auroc, "passes": passes}
 
     def _scores(self) -> tuple[Tensor, float | None]:
         scores = self.method.task_scores(self.outputs.models)
         if scores.shape[1] == 1:
             return scores, None
         return scores, metrics.detection(scores.cpu().numpy(), self.outputs.tasks.numpy())["auroc_pooled"]
-
-    def _accuracies(self, answers: Tensor) -> dict[str, float | None]:
-        labels, tasks = self.outputs.labels, self.outputs.tasks
-        sizes = tasks.bincount().tolist()
-        parts = zip(answers.split(sizes), labels.split(sizes), strict=True)
-        rows = [accuracies(part, own, t, self.task_of_class) for t, (part, own) in enumerate(parts)]
-        last, _, tp = (sum(n * a for n, a in zip(sizes, c, strict=True)) / sum(sizes) for c in zip(*rows, strict=True))
-        return {"last": last, "tp": tp}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What every task's model says of a run's test images: computed once, then read from the run's directory.
 
-outputs/000.safetensors    features and logits of all test images under the first task's model, and their labels
+outputs/000.safetensors    features and logits of all test images under the first task's model, and their labels;
+                           and what the method sees of the images beside its tasks' models, where it does
 outputs/001.safetensors    and so on, one file a task
 
 Every file names the images and the model it was made from. Files of other images or of another model are never used:
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tpl.bench.benchmarks import find_benchmark
+from tpl.bench.evaluate import accuracies
 from tpl.errors import TplError
 from tpl.methods.bank import BankMethod, Outputs
 from tpl.methods.base import task_of_class
@@ -34,6 +36,14 @@ class StaleOutputs(TplError):
     """The kept outputs are not those of this run's images and model."""
 
 
+class Accuracies(NamedTuple):
+    """Over all test images: class known among all, class known among the true task's, task predicted."""
+
+    last: float
+    til: float
+    tp: float
+
+
 @dataclass(frozen=True)
 class RunOutputs:
     """All test images of a run, task by task, as every task's model sees them."""
@@ -41,11 +51,22 @@ class RunOutputs:
     models: list[Outputs]  # one entry a task
     labels: Tensor  # [n], among all classes in the order of arrival
     tasks: Tensor  # [n], the task of every image
+    common: Tensor | None = None  # [n, dim], a method's `common_features`
 
     def to(self, device: torch.device) -> RunOutputs:
         """The same with features and logits on a device."""
         moved = [Outputs(*(column.to(device) for column in seen)) for seen in self.models]
-        return RunOutputs(moved, self.labels, self.tasks)
+        common = None if self.common is None else self.common.to(device)
+        return RunOutputs(moved, self.labels, self.tasks, common)
+
+    def accuracies(self, log_probabilities: Tensor) -> Accuracies:
+        """How right an answer to all images is."""
+        answers, owner = log_probabilities.cpu(), self.tasks.new_zeros(int(self.labels.max()) + 1)
+        owner[self.labels] = self.tasks
+        sizes = self.tasks.bincount().tolist()
+        parts = zip(answers.split(sizes), self.labels.split(sizes), strict=True)
+        rows = np.array([accuracies(part, own, t, owner) for t, (part, own) in enumerate(parts)])
+        return Accuracies(*np.average(rows, axis=0, weights=sizes).tolist())
 
 
 def run_outputs(
@@ -86,20 +107,21 @@ def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
         return None
     origin = _origin(run, description)
     models = []
-    labels = torch.zeros(0, dtype=torch.long)
+    labels, common = torch.zeros(0, dtype=torch.long), None
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
                 noted = content.metadata() or {}
                 models.append(Outputs(content.get_tensor("features"), content.get_tensor("logits")))
                 labels = content.get_tensor("labels")
+                common = content.get_tensor("common") if "common" in content.keys() else common  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise StaleOutputs(f"{file} cannot be read ({error}).") from error
         if noted.get("images") != origin["images"]:
             raise StaleOutputs(f"{file} tells of other images than {run} was measured on.")
         if noted.get("model") != origin["model"]:
             raise StaleOutputs(f"{file} tells of another model than the one that is now in {run}.")
-    return RunOutputs(models, labels, task_of_class(description["classes"])[labels])
+    return RunOutputs(models, labels, task_of_class(description["classes"])[labels], common)
 
 
 def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
@@ -117,17 +139,20 @@ def compute_outputs(method: BankMethod, stream: Stream) -> RunOutputs:
     """Show every task's test images to every task's model; no more than one task's images are held at a time."""
     check_unchanged(method, [task.classes for task in stream])
     seen: list[list[Outputs]] = []
-    labels, offset = [], 0
+    labels, common, offset = [], [], 0
     for task in stream:
         assert task.test is not None  # Benchmark.stream sees to it
         fits = method.compute.room_for(len(task.test) * method.preprocess.bytes_per_image)
         pixels = method.preprocess.batch(task.test, device=method.compute.device if fits else None)
         seen.append([Outputs(*(column.cpu() for column in outputs)) for outputs in method.outputs(pixels)])
+        beside = method.common_features(pixels)
+        common += [] if beside is None else [beside.cpu()]
         labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
         offset += len(task.classes)
     models = [Outputs(*(torch.cat(column) for column in zip(*parts, strict=True))) for parts in zip(*seen, strict=True)]
     joined = torch.cat(labels)
-    return RunOutputs(models, joined, task_of_class([task.classes for task in stream])[joined])
+    owner = task_of_class([task.classes for task in stream])
+    return RunOutputs(models, joined, owner[joined], torch.cat(common) if common else None)
 
 
 def _keep(run: Path, description: dict[str, Any], outputs: RunOutputs) -> None:
@@ -135,8 +160,10 @@ def _keep(run: Path, description: dict[str, Any], outputs: RunOutputs) -> None:
     origin = _origin(run, description)
     with suppress(OSError, SafetensorError):
         (run / "outputs").mkdir(exist_ok=True)
+        common = {} if outputs.common is None else {"common": outputs.common}
         for file, seen in zip(_files(run, description), outputs.models, strict=True):
-            _write(file, seen._asdict() | {"labels": outputs.labels}, origin)
+            _write(file, seen._asdict() | {"labels": outputs.labels} | common, origin)
+            common = {}  # once is enough
 
 
 def _write(file: Path, tensors: dict[str, Tensor], origin: dict[str, str]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tpl.bench import metrics
-from tpl.bench.evaluate import accuracies
 from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_of
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
@@ -24,7 +23,6 @@ from tpl.engine import Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
-from tpl.methods.base import task_of_class
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
 from tpl.store import replace_text
@@ -94,23 +92,12 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
 
 def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
     scores = method.task_scores(outputs.models)
-    last, til = _accuracies(method, outputs)
+    hard = outputs.accuracies(method.log_probabilities_of(outputs.models))
     auroc = metrics.detection(scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
     method.rescore(choice="calibrated")
-    calibrated, _ = _accuracies(method, outputs)
+    calibrated = outputs.accuracies(method.log_probabilities_of(outputs.models))
     method.rescore(choice="hard")
-    return {"last": last, "auroc": auroc, "til": til, "last_calibrated": calibrated}
-
-
-def _accuracies(method: HAT, outputs: RunOutputs) -> tuple[float, float]:
-    """Over all test images: class known among all classes, and among the true task's."""
-    answers = method.log_probabilities_of(outputs.models).cpu()
-    sizes = outputs.tasks.bincount().tolist()
-    owner = task_of_class(method.task_classes_)
-    parts = zip(answers.split(sizes), outputs.labels.split(sizes), strict=True)
-    rows = np.array([accuracies(part, own, t, owner) for t, (part, own) in enumerate(parts)])
-    cil, til, _ = np.average(rows, axis=0, weights=sizes)
-    return float(cil), float(til)
+    return {"last": hard.last, "auroc": auroc, "til": hard.til, "last_calibrated": calibrated.last}
 
 
 def _row(name: str, benchmark: str, runs: Sequence[dict[str, float]]) -> dict[str, Any]:

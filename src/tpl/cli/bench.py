@@ -182,11 +182,12 @@ def run(
 
 @app.command()
 def ablate(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run of the method tpl.")],
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run of the method tpl or tpl-plus.")],
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="GROUP,...", help="Which variants: compose, terms, beta, gamma, k, memory, joined by commas."
+            metavar="GROUP,...",
+            help="Which variants: compose, terms, beta, gamma, k, memory; of tpl-plus also expert, passes.",
         ),
     ] = None,
     data: Annotated[
@@ -218,11 +219,11 @@ def ablate(
         print_json({"run": str(run_directory), "variants": rows})
         return
     table = Table("variant", box=None, header_style="bold")
-    for column in ("Last", "TP", "AUROC"):
+    for column in ("Last", "TP", "AUROC", "passes"):
         table.add_column(column, justify="right")
     for row in rows:
         numbers = (f"{100 * row[k]:.2f}" if row[k] is not None else "-" for k in ("last", "tp", "auroc"))
-        table.add_row(row["variant"], *numbers)
+        table.add_row(row["variant"], *numbers, f"{row['passes']:.2f}")
     out.print(table)
 
 
