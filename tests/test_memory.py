@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory, StoredImages
+from tpl.memory import POLICIES, Memory, StoredImages, herding
 from tpl.stream import ArrayImages, Preprocess
 
 CONFIG: dict[str, Any] = {
@@ -130,6 +130,31 @@ def test_first_takes_the_first_and_random_a_seeded_choice(preprocess: Preprocess
     assert len(drawn) > 50  # any of the 60 can be drawn: 8 of 60, forty times
 
 
+def best_means(features: torch.Tensor, count: int) -> list[int]:
+    """Herding by brute force: every image is tried, and the mean with it compared with the mean of all."""
+    z = features.double().numpy()
+    z = z / np.linalg.norm(z, axis=1, keepdims=True)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        gaps = [(np.linalg.norm(z.mean(0) - z[[*chosen, i]].mean(0)), i) for i in range(len(z)) if i not in chosen]
+        chosen.append(min(gaps)[1])
+    return chosen
+
+
+def test_herding_equals_brute_force(preprocess: Preprocess) -> None:
+    images, generator = numbered(2, 20), torch.Generator().manual_seed(0)
+    features = torch.randn(40, 3, generator=generator) * torch.rand(40, 1, generator=generator)  # of any length
+    assert herding(features, 40).tolist() == best_means(features, 40)
+    memory = Memory(24, "herding")
+    memory.add(images, 2, preprocess, features=features)
+    expected = [best_means(features[c::2], 12) for c in range(2)]
+    assert [[tag[2] for tag in tags(memory) if tag[1] == c] for c in range(2)] == expected
+    memory.add(numbered(1, 3, 1), 1, preprocess, features=torch.eye(3))  # the best of the old ones stay
+    assert [tag[2] for tag in tags(memory)][:16] == expected[0][:8] + expected[1][:8]
+    with pytest.raises(TplError, match=r"herding.*ranks images by features, and got none"):
+        memory.add(images, 2, preprocess)
+
+
 def test_classes_of_different_tasks_are_ranked_apart(preprocess: Preprocess) -> None:
     memory = Memory(32)
     for task in range(2):
@@ -220,8 +245,8 @@ def test_an_unreadable_image_leaves_the_memory_as_it_was(preprocess: Preprocess)
 
 
 def test_impossible_settings_are_explained() -> None:
-    with pytest.raises(TplError, match=r"herding.*random, first"):
-        Memory(5, "herding")
+    with pytest.raises(TplError, match=r"newest.*random, first, herding"):
+        Memory(5, "newest")
     with pytest.raises(TplError, match=r"negative.*-1"):
         Memory(-1)
 

@@ -2,8 +2,9 @@
 
 Each class gets the same quota, floor(budget / classes). A policy ranks a class's images once, when
 the class is learned; what is kept later is always a prefix of that ranking, so the memory after task
-t is a subset of the memory before it. Images are stored losslessly as the encoder will see them
-(shrunk to its resize step where they are larger), and their bytes are counted.
+t is a subset of the memory before it. Some policies rank by features, which come with the images.
+Images are stored losslessly as the encoder will see them (shrunk to its resize step where they are
+larger), and their bytes are counted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -31,6 +33,28 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def herding(features: Tensor, count: int) -> NDArray[np.int64]:
+    """The `count` images whose running mean stays closest to the mean of all, on features of unit length (iCaRL).
+
+    With k images chosen, whose features add up to s, the next is argmin_x |m - (s + x) / (k + 1)|, none twice. As all x
+    have length 1, that is argmax_x <x, (k + 1) m - s>.
+    """
+    x = F.normalize(features.detach().double().cpu(), dim=1)
+    mean = x.mean(dim=0)
+    wanted, chosen = mean.clone(), torch.zeros(len(x), dtype=torch.bool)
+    ranking = []
+    for _ in range(min(count, len(x))):
+        best = int((x @ wanted).masked_fill(chosen, -torch.inf).argmax())
+        chosen[best] = True
+        ranking.append(best)
+        wanted += mean - x[best]
+    return np.array(ranking, dtype=np.int64)
+
+
+# These rank one class's images by their features `[n, dim]`, and only the first few.
+FEATURE_POLICIES: dict[str, Callable[[Tensor, int], NDArray[np.int64]]] = {"herding": herding}
+
+
 @dataclass
 class Memory:
     """Exemplars by class, `budget` of them at most; 0 keeps none."""
@@ -42,8 +66,9 @@ class Memory:
     _prepared: Tensor | None = field(default=None, init=False, repr=False)  # decoded and resized once
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise TplError(f"Unknown memory policy '{self.policy}'; there are {', '.join(POLICIES)}.")
+        known = [*POLICIES, *FEATURE_POLICIES]
+        if self.policy not in known:
+            raise TplError(f"Unknown memory policy '{self.policy}'; there are {', '.join(known)}.")
         if self.budget < 0:
             raise TplError(f"The memory budget must not be negative; got {self.budget}.")
 
@@ -69,13 +94,24 @@ class Memory:
         quota = self.budget // classes if classes else 0
         return [quota or int(c < self.budget) for c in range(classes)]
 
+    @property
+    def ranks_by_features(self) -> bool:
+        """Whether `add` needs the images' features."""
+        return self.policy in FEATURE_POLICIES
+
     def add(
-        self, images: ImageSet, classes: int, preprocess: Preprocess, device: torch.device | str | None = None
+        self,
+        images: ImageSet,
+        classes: int,
+        preprocess: Preprocess,
+        device: torch.device | str | None = None,
+        features: Tensor | None = None,
     ) -> Tensor:
         """Take up a new task's `classes` classes and shrink the old ones to the new quota.
 
         Returns which rows of the old memory stayed; they now come first, in the same order. `pixels` are made
-        ready on `device`; without it, where they already are (the CPU at first).
+        ready on `device`; without it, where they already are (the CPU at first). `features` are those of `images`,
+        `[n, dim]`, for a policy that ranks by them.
         """
         labels = np.asarray(images.labels)
         first = len(self.exemplars)
@@ -84,8 +120,7 @@ class Memory:
         for c in range(classes):
             members = np.flatnonzero(labels == c)
             rng = np.random.default_rng([self.seed, first + c])
-            ranking = members[POLICIES[self.policy](len(members), rng)]
-            chosen = ranking[: quotas[first + c]]
+            chosen = members[self._rank(len(members), rng, quotas[first + c], _rows_of(features, members))]
             fresh.append([encode(preprocess.shrink(images.load(int(i)))) for i in chosen])
         ranks = [rank for images_ in self.exemplars for rank in range(len(images_))]
         limits = [quotas[c] for c, images_ in enumerate(self.exemplars) for _ in images_]
@@ -114,7 +149,8 @@ class Memory:
             old = list(zip(self.exemplars[c], before[c], strict=True))
             rng = np.random.default_rng([self.seed, c, seen[c], len(more)])
             drawn: list[tuple[bytes, int]] = []
-            for i in POLICIES[self.policy](seen[c] + len(more), rng).tolist():
+            everyone = seen[c] + len(more)
+            for i in self._rank(everyone, rng, everyone).tolist():
                 if len(drawn) == quotas[c]:
                     break
                 if i >= seen[c]:
@@ -126,6 +162,16 @@ class Memory:
             self.exemplars[c], before[c] = exemplars, rows
         self._prepared = None
         return torch.tensor([row for rows in before for row in rows], dtype=torch.long)
+
+    def _rank(
+        self, images: int, rng: np.random.Generator, count: int, features: Tensor | None = None
+    ) -> NDArray[np.int64]:
+        """The numbers of the first `count` of one class's images, as the policy ranks them."""
+        if self.ranks_by_features:
+            if features is None:
+                raise TplError(f"The memory policy '{self.policy}' ranks images by features, and got none.")
+            return FEATURE_POLICIES[self.policy](features, count)
+        return POLICIES[self.policy](images, rng)[:count]
 
     def remove(self, c: int) -> Tensor:
         """Drop a class and its exemplars; later classes move up. Returns which rows stayed."""
@@ -203,6 +249,10 @@ class StoredImages(ImageSet):
     def identity(self, index: int) -> bytes:
         """The encoded image itself."""
         return self.images[index]
+
+
+def _rows_of(features: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
+    return None if features is None else features[torch.from_numpy(rows).to(features.device)]
 
 
 def encode(image: Image.Image) -> bytes:

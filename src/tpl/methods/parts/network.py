@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Recipe, Samples, train
+from tpl.engine import Compute, Inference, Listener, Objective, Recipe, Samples, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder
 from tpl.state import State
@@ -49,6 +53,12 @@ class Network(nn.Module):
         kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
         self.head_weight = nn.Parameter(self.head_weight.detach()[kept])
         self.head_bias = nn.Parameter(self.head_bias.detach()[kept])
+
+    def copy(self) -> Self:
+        """A frozen copy, to teach what this network says now; the trunk is shared."""
+        trunk = self.trunk[0]
+        twin = deepcopy(self, {id(trunk): trunk, id(self.compute): self.compute})
+        return twin.requires_grad_(False)
 
     def features(self, images: Tensor) -> Tensor:
         """Features of normalised images."""
@@ -97,6 +107,11 @@ class NetworkMethod(Method):
             compute,
             self.normalise,
         )
+        self._features = Inference(
+            lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
+            compute,
+            self.normalise,
+        )
 
     def new_network(self) -> Network:
         """A network that knows no class yet."""
@@ -104,17 +119,41 @@ class NetworkMethod(Method):
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Grow the head and train everything trainable on the task's data alone."""
-        self.network.grow(len(task.classes), self.generator("head"))
-        labels = samples.labels + len(self.classes_)
-        self.fit(Samples(samples.pixels, labels), listen)
+        self.fit(self.grow(task, samples), listen)
 
-    def fit(self, samples: Samples, listen: Listener) -> None:
-        """Cross-entropy training on `samples`, labelled by class number."""
-        config = self.config
-        trainable = [p for p in self.network.parameters() if p.requires_grad]
-        batches = config.batches(samples, None, self.generator("training"))
-        objective, optimiser = CrossEntropy(self.network), config.optimiser(trainable)
-        train(objective, optimiser, [batches], config, self.normalise, [listen])
+    def grow(self, task: Task, samples: Samples) -> Samples:
+        """Add the task's classes to the head; its samples, labelled by their numbers among all classes."""
+        self.network.grow(len(task.classes), self.generator("head"))
+        return Samples(samples.pixels, samples.labels + len(self.classes_))
+
+    def fit(
+        self,
+        samples: Samples,
+        listen: Listener,
+        objective: Objective | None = None,
+        replay: Samples | None = None,
+        recipe: Recipe | None = None,
+        name: str = "training",
+        trainable: Sequence[Tensor] | None = None,
+        numbers: int = 0,
+    ) -> None:
+        """Train on `samples`, and on as many of `replay` beside them, labelled by class number.
+
+        The objective is cross-entropy over all classes so far, the recipe the method's own, and all of the network is
+        trained, unless said otherwise. An objective that draws lots gets `numbers` of them a step. `name` tells the
+        random numbers of one training of a task from those of another; all but the main one should be `silent`, as
+        progress and speed are told once a task.
+        """
+        recipe = recipe or self.config
+        moving = list(self.network.parameters()) if trainable is None else trainable
+        with only(moving, self.network.parameters()):
+            batches = recipe.batches(samples, replay, self.generator(name), numbers)
+            optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
+            train(objective or CrossEntropy(self.network), optimiser, [batches], recipe, self.normalise, [listen])
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """The network's features of uint8 images, `[n, dim]`."""
+        return self._features(pixels, self.network.norms, *self.network.adapters.weights)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""
@@ -135,3 +174,17 @@ class NetworkMethod(Method):
         self.network = self.new_network()
         self.network.grow(len(state.shared["head_bias"]), torch.Generator())
         self.network.load_state_dict(state.shared)
+
+
+@contextmanager
+def only(moving: Iterable[Tensor], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """No gradients for the other parameters: nobody would use them, or clear them away."""
+    chosen = {id(p) for p in moving}
+    still = [p for p in parameters if p.requires_grad and id(p) not in chosen]
+    try:
+        for p in still:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in still:
+            p.requires_grad_(True)

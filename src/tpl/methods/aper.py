@@ -1,0 +1,146 @@
+"""APER, first published as ADAM: adapt to the first task, freeze, compare with class prototypes (Zhou et al., 2024).
+
+The first task alone trains adapters, under a cosine head with a learned scale s:
+
+    loss = cross-entropy of s cos(w_c, f(x))
+
+Then head and training are over for good. An image's embedding is what the encoder says as it came, beside what it says
+adapted; a class's prototype p_c is the mean embedding of its training images, and
+
+    P(c | x) = softmax_c of s cos(p_c, z(x)),   z(x) = (f_plain(x), f_adapted(x))
+
+No replay, no forgetting: later tasks add prototypes, and the first task's size decides how much adaptation helps.
+
+Adapted to this toolkit: its adapters (behind attention and MLP, the comparison's own) stand where the paper has a
+parallel one beside each MLP, and its trained layer norms come along (`train_norms=false` leaves them). Weight decay and
+a rate that falls to zero are as published. Prototypes are means over images without augmentation; the first task's
+are made after the adaptation, never before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpl.config import option
+from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.methods.base import register
+from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
+from tpl.nets import Encoder
+from tpl.state import State
+from tpl.stream import Task
+
+PARTS = ("scale", "sums", "counts")  # kept beside the network
+
+
+@dataclass(frozen=True)
+class APERConfig(NetworkConfig):
+    """APER's options; all of them matter for the first task alone."""
+
+    schedule: str = option(
+        "cosine",
+        "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
+        ("constant", "cosine"),
+    )
+    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0)
+
+
+class CosineCrossEntropy(CrossEntropy):
+    """Cross-entropy of scaled cosines between features and the head's rows."""
+
+    def __init__(self, network: Network, scale: Tensor) -> None:
+        super().__init__(network)
+        self.scale = scale
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """The loss of one batch."""
+        logits = self.scale * cosines(self.network.features(images), self.network.head_weight)
+        return F.cross_entropy(logits, labels[0]).unsqueeze(0)
+
+
+@register
+class APER(NetworkMethod):
+    """Prototypes in the features of the encoder, plain and adapted to the first task."""
+
+    name = "aper"
+    summary = "adapters trained on the first task, then class prototypes of plain and adapted features (ADAM)"
+    paper = (
+        "Zhou et al., Revisiting Class-Incremental Learning with Pre-Trained Models: Generalizability and Adaptivity "
+        "are All You Need, IJCV 2024"
+    )
+    config_class = APERConfig
+    config: APERConfig
+
+    def __init__(self, encoder: Encoder, config: APERConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self._plain = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
+        device = compute.device
+        self.scale = torch.ones((), device=device)
+        self.sums = torch.zeros(0, 2 * encoder.dim, dtype=torch.float64, device=device)  # of the classes' embeddings
+        self.counts = torch.zeros(0, dtype=torch.float64, device=device)
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Adapt to a first task; then take up the classes' prototypes."""
+        if not len(self.counts):
+            self.adapt(task, samples, listen)
+        new, first = len(task.classes), len(self.classes_)
+        self.sums, self.counts = F.pad(self.sums, (0, 0, 0, new)), F.pad(self.counts, (0, new))
+        self.take_up(samples.pixels, samples.labels + first)
+
+    def adapt(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train adapters, norms, cosine head and its scale; the head has then done its work."""
+        network, scale = self.network, nn.Parameter(torch.ones_like(self.scale))
+        own = self.grow(task, samples)
+        trainable = [p for p in network.parameters() if p is not network.head_bias]
+        self.fit(own, listen, CosineCrossEntropy(network, scale), trainable=[*trainable, scale])
+        self.scale = scale.detach()
+        for _ in task.classes:
+            network.drop(0)
+
+    def take_up(self, pixels: Tensor, numbers: Tensor) -> None:
+        """Add images, labelled by class number, to what prototypes are made of."""
+        member = F.one_hot(numbers, len(self.counts)).double()
+        self.sums = self.sums + member.T @ self.embeddings(pixels)
+        self.counts = self.counts + member.sum(dim=0)
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The mean embedding of every class, `[classes, 2 dim]`."""
+        return self.sums / self.counts.unsqueeze(1)
+
+    def embeddings(self, pixels: Tensor) -> Tensor:
+        """Features of the encoder as it came, beside those of the adapted one, `[n, 2 dim]`, float64."""
+        return torch.cat([self._plain(pixels), self.features(pixels)], dim=1).double()
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """Softmax of scaled cosines with the prototypes."""
+        return (self.scale * cosines(self.embeddings(pixels), self.prototypes)).log_softmax(dim=1)
+
+    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
+        """More images of known classes move their prototypes."""
+        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
+        self.take_up(samples.pixels, numbers[samples.labels])
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop the class's prototype."""
+        kept = torch.arange(len(self.counts), device=self.counts.device) != number
+        self.sums, self.counts = self.sums[kept], self.counts[kept]
+
+    def state(self) -> State:
+        """The adapted network, and what prototypes are made of."""
+        network = super().state()
+        return State(network.shared | {name: getattr(self, name) for name in PARTS}, network.tasks)
+
+    def load_state(self, state: State) -> None:
+        """Take up what `state` gave."""
+        super().load_state(State({k: v for k, v in state.shared.items() if k not in PARTS}, state.tasks))
+        for name in PARTS:
+            setattr(self, name, state.shared[name].to(self.compute.device))
+
+
+def cosines(rows: Tensor, others: Tensor) -> Tensor:
+    """The cosine of the angle between every two of them, `[rows, others]`."""
+    return F.normalize(rows, dim=1) @ F.normalize(others, dim=1).T

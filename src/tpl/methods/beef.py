@@ -1,0 +1,184 @@
+"""BEEF: bi-compatible class-incremental learning by energy-based expansion and fusion (Wang et al., ICLR 2023).
+
+Every task gets a feature extractor phi_t of its own, which starts from the first task's. It is trained alone, without
+the old ones, by a classifier that has one output for each new class and one for each OLD TASK (a backward prototype,
+trained on remembered images), so that it is compatible with what was before:
+
+    CE([b_1 / 1.7, .., b_{t-1} / 1.7, f_1, f_2, ..], y'),   y' = the task of an old image, the class of a new one
+
+To be compatible with what will come, it has an energy output for each class as well (forward prototypes), which stands
+for "like class y, but not of it". Negatives for it are the images turned upside down and moved a few steps towards
+larger logits; their own class's (or task's) logit is blotted out, and the energy output of their class is the target:
+
+    + 0.01 CE([logits without y' | energies], energy of y)
+
+Fusion: with all extractors frozen, one scale and one shift for every old task i are fitted on a class-balanced set, and
+the new extractor has its say in the old classes' logits, the same for all classes of a task:
+
+    old class c of task i:  what was said before + (a_i b_i + s_i),     new class:  f_c
+
+Sums of linear answers are linear: the result is one classifier over all features, and old answers are kept in it.
+
+Traps of the public code that are not here: where it blots out a class's logit it does so for the whole batch, in the
+columns of all labels in it; and while fusing, the old biases are replaced by the new ones instead of added to them.
+Adapted: an extractor is adapters and layer norms over one frozen trunk. The negatives' random noise (1e-3, less than
+bf16 tells apart in a pixel) is left out, so they are the same in every run. They cost `negative_steps` + 1 further
+passes a step; with `energy=0` there are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import IGNORED, Listener, Recipe, Samples
+from tpl.methods.base import register, task_of_class
+from tpl.methods.parts.balanced import balanced
+from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
+from tpl.methods.parts.network import CrossEntropy
+from tpl.methods.parts.rehearsal import RehearsalConfig
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class BEEFConfig(RehearsalConfig):
+    """BEEF's options beyond those of training and memory."""
+
+    energy: float = option(0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0)
+    negative_steps: int = option(3, "steps in which negatives are moved towards larger logits", minimum=0)
+    negative_lr: float = option(0.01, "how far each of them goes, in normalised pixels", minimum=0)
+    alignment: float = option(1.7, "old tasks' logits are divided by this in training", above=0)
+    fusion_epochs: int = option(60, "passes over the balanced set that fuse old and new answers", minimum=0)
+    fusion_lr: float = option(0.05, "learning rate of that at first; it falls to zero", above=0)
+
+
+@register
+class BEEF(ExpansionMethod):
+    """Extractors trained one by one, each with a say in older tasks, fused by a scale and a shift a task."""
+
+    name = "beef"
+    summary = "a new extractor for every task, trained alone with an energy term, then fused with the old, with replay"
+    paper = (
+        "Wang et al., BEEF: Bi-Compatible Class-Incremental Learning via Energy-Based Expansion and Fusion, ICLR 2023"
+    )
+    config_class = BEEFConfig
+    config: BEEFConfig
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Expand, train the new extractor alone, fuse, remember."""
+        network, known, old = self.network, len(self.classes_), self.old_samples()
+        if known:
+            network.expand(self.generator("columns"))
+            network.restart(network.frozen[0])
+        new = Samples(samples.pixels, samples.labels + known)
+        owner = task_of_class(self.task_classes_).to(self.compute.device)
+        objective = BiCompatible(network, owner, len(task.classes), self.config, self.generator("heads"))
+        body = [p for n, p in network.named_parameters() if not n.startswith("head")]
+        self.fit(new, listen, objective, old, trainable=[*body, *objective.parameters()])
+        backward, forward = objective.backward.detached(), objective.new.detached()
+        scale, shift = self.fused(backward, forward, owner, new, old)
+        network.load_head(*merged(network, backward, forward, owner, scale, shift))
+        self.remember(task, samples)
+
+    def fused(
+        self, backward: Head, forward: Head, owner: Tensor, new: Samples, old: Samples | None
+    ) -> tuple[Tensor, Tensor]:
+        """Scale and shift of every old task's backward prototype; 1 and 0 where nothing is remembered."""
+        config, network = self.config, self.network
+        more = torch.zeros_like(backward.bias, requires_grad=True)  # than 1: weight decay, if any, leads back to 1
+        shift = torch.zeros_like(backward.bias, requires_grad=True)
+        if old is not None:
+            generator = self.generator("fusion")
+            chosen = balanced(new, old, generator)
+            with torch.no_grad():
+                z = self.features(chosen.pixels)
+                past, newest = z[:, : -network.dim], z[:, -network.dim :]
+                said = F.linear(past, network.head_weight[:, : -network.dim], network.head_bias)
+                prior, own = backward(newest), forward(newest)
+            recipe = config.part(Recipe).replace(lr=config.fusion_lr, schedule="cosine")
+            optimiser = recipe.optimiser([more, shift])
+            for epoch in range(config.fusion_epochs):
+                optimiser.scale_rate(recipe.rate_at(epoch / config.fusion_epochs))
+                for rows in torch.randperm(len(chosen), generator=generator).to(z.device).split(config.batch_size):
+                    added = ((1 + more) * prior[rows] + shift)[:, owner]
+                    logits = torch.cat([said[rows] + added, own[rows]], dim=1)
+                    optimiser.zero_grad(set_to_none=True)
+                    F.cross_entropy(logits, chosen.labels[rows]).backward()
+                    optimiser.step()
+        return 1 + more.detach(), shift.detach()
+
+
+def merged(
+    network: ExpandedNetwork, backward: Head, forward: Head, owner: Tensor, scale: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One classifier over all extractors that says what the old one, the prototypes and the new one say together.
+
+    Old classes keep the columns they have, and read the newest extractor by their task's scaled prototype; new classes
+    read the newest extractor alone.
+    """
+    before = network.dim * len(network.frozen)
+    kept = network.head_weight.detach()[:, :before]
+    added = scale.unsqueeze(1) * backward.weight
+    top = torch.cat([kept, added[owner]], dim=1)
+    bottom = torch.cat([forward.weight.new_zeros(len(forward.weight), before), forward.weight], dim=1)
+    bias = network.head_bias.detach() + (scale * backward.bias + shift)[owner]
+    return torch.cat([top, bottom]), torch.cat([bias, forward.bias])
+
+
+class BiCompatible(CrossEntropy):
+    """What the newest extractor is trained with; `owner` is the task of every old class."""
+
+    network: ExpandedNetwork
+
+    def __init__(
+        self, network: ExpandedNetwork, owner: Tensor, classes: int, config: BEEFConfig, generator: torch.Generator
+    ) -> None:
+        super().__init__(network)
+        self.config = config
+        tasks = int(owner.max()) + 1 if len(owner) else 0
+        self.backward = Head.new(tasks, network, generator)
+        self.new = Head.new(classes, network, generator)
+        self.forward = Head.new(len(owner) + classes, network, generator)
+        self.column = torch.cat([owner, tasks + torch.arange(classes, device=owner.device)])  # of every class
+
+    def parameters(self) -> list[Tensor]:
+        """All heads; without an energy loss the forward prototypes have no use."""
+        return [*self.backward, *self.new, *(self.forward if self.config.energy else ())]
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """Old tasks against new classes; and negatives against both."""
+        z = self.network.newest_features(images)
+        logits = torch.cat([self.backward(z) / self.config.alignment, self.new(z)], dim=1)
+        loss = F.cross_entropy(logits, self.columns_of(labels[0]))
+        if self.config.energy:
+            loss = loss + self.config.energy * self.energy_loss(self.negatives(images), labels[0])
+        return loss.unsqueeze(0)
+
+    def columns_of(self, labels: Tensor) -> Tensor:
+        """The output that each label asks for: an old class's task, or the new class."""
+        return torch.where(labels < 0, labels, self.column[labels.clamp_min(0)])
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """Logits of old tasks and new classes."""
+        return torch.cat([self.backward(features), self.new(features)], dim=1)
+
+    def negatives(self, images: Tensor) -> Tensor:
+        """The images upside down, moved towards larger logits: nothing that was ever seen, but what looks like it."""
+        x = images.flip(-1, -2)
+        for _ in range(self.config.negative_steps):
+            x = x.detach().requires_grad_()
+            (uphill,) = torch.autograd.grad(self.outputs(self.network.newest_features(x)).sum(), x)
+            x = x + self.config.negative_lr * uphill
+        return x.detach()
+
+    def energy_loss(self, negatives: Tensor, labels: Tensor) -> Tensor:
+        """Each negative belongs to the energy output of its class, with that class's own logit blotted out."""
+        z = self.network.newest_features(negatives)
+        logits, place = self.outputs(z), self.column[labels.clamp_min(0)].unsqueeze(1)
+        blotted = logits.scatter(1, place, 0.0)
+        target = torch.where(labels == IGNORED, labels, labels + logits.shape[1])
+        return F.cross_entropy(torch.cat([blotted, self.forward(z)], dim=1), target)

@@ -1,0 +1,147 @@
+"""DER++: replayed images must get their labels again, and the very logits they once had (Buzzega et al., NeurIPS 2020).
+
+    loss = CE(f(x), y) + alpha * mean_c (f_c(x') - z'_c)^2 + beta * CE(f(x'), y')
+
+x, y are new images; x', y', z' come from a reservoir, a uniform sample of all images seen. z' are the logits that the
+network gave when the image entered it. They are never refreshed, so they tell what was known then, at different moments
+of training; a teacher kept from the end of the last task would tell of one moment only.
+
+As published, logits stem from all over the training of a task: every image that will stay draws an epoch by lot, and
+its logits are noted at the end of that epoch. (The reservoir's choice depends on no value, so it is made before the
+task is trained.)
+
+Traps of public codes that are avoided: distances between features instead of logits, measured to the last task's model
+(another algorithm under the same name); a head as wide as all tasks to come, whose never-trained outputs take part in
+the squared error. Here the head grows, and an image is held to the logits of the classes that were known when it
+entered; the mean runs over those.
+
+Adapted: images enter the memory when their task ends, each once, so what is replayed are old tasks' images; the
+published code offers an image again in every epoch and also replays the current task's. One draw of replayed images
+serves both terms instead of two draws: the expected gradient is the same, for one pass less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import IGNORED, Compute, Event, Listener, Samples
+from tpl.methods.base import register
+from tpl.methods.parts.distill import mean_of
+from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
+from tpl.methods.parts.reservoir import Reservoir
+from tpl.nets import Encoder
+from tpl.state import State
+from tpl.stream import Task
+
+CARRIED = ("memory.keys", "memory.logits")  # what travels along with the stored images
+
+
+@dataclass(frozen=True)
+class DERppConfig(NetworkConfig):
+    """DER++'s options."""
+
+    memory: int = option(2000, "images kept for replay, a uniform sample of all seen", minimum=0)
+    alpha: float = option(0.1, "weight of the squared distance to the stored logits", minimum=0)
+    beta: float = option(0.5, "weight of the cross-entropy of replayed images", minimum=0)
+
+
+class DarkExperience(CrossEntropy):
+    """DER++'s loss. Replayed images are labelled by their row in the memory, new ones by their class."""
+
+    def __init__(self, network: Network, classes: Tensor, logits: Tensor, known: Tensor, config: DERppConfig) -> None:
+        super().__init__(network)
+        self.classes, self.alpha, self.beta = classes, config.alpha, config.beta
+        outputs = torch.arange(len(network.head_bias), device=known.device)
+        self.known = outputs < known.unsqueeze(1)  # which logits of a row there were when it entered
+        self.logits = F.pad(logits, (0, len(outputs) - logits.shape[1]))
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """All three terms of one batch, whose second half is replayed."""
+        fresh, replayed = self.network(images).chunk(2)
+        new, rows = labels[0].chunk(2)
+        counted, rows = rows != IGNORED, rows.clamp_min(0)
+        known = self.known[rows]
+        apart = (replayed - self.logits[rows]).square().where(known, 0).sum(dim=1) / known.sum(dim=1)
+        again = F.cross_entropy(replayed, self.classes[rows].where(counted, IGNORED))
+        loss = F.cross_entropy(fresh, new) + self.alpha * mean_of(apart, counted) + self.beta * again
+        return loss.unsqueeze(0)
+
+
+@register
+class DERpp(NetworkMethod):
+    """Replay of images with their labels and with the logits they had when they were stored."""
+
+    name = "derpp"
+    summary = "DER++: replay with labels and with the logits an image had when it was stored"
+    paper = "Buzzega et al., Dark Experience for General Continual Learning, NeurIPS 2020"
+    config_class = DERppConfig
+    config: DERppConfig
+    memory: Reservoir
+
+    def __init__(self, encoder: Encoder, config: DERppConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.memory = Reservoir(config.memory, seed=seed)
+        self.stored_logits = torch.zeros(0, 0, device=compute.device)
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train on new and stored images, and note the logits of those that will be stored on the way."""
+        admission = self.memory.admit(samples.labels, self.generator("reservoir"))
+        epochs = torch.randint(self.config.epochs, admission.entering.shape, generator=self.generator("moments"))
+        new = self.grow(task, samples)
+        noted = torch.zeros(len(epochs), len(self.network.head_bias), device=self.compute.device)
+
+        def note(event: Event) -> None:
+            if event.kind == "epoch":
+                due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
+                noted[due] = self.logits(samples.pixels[admission.entering[due]])
+            listen(event)
+
+        replay = self.old_samples()
+        self.fit(new, note, self.objective() if replay is not None else None, replay)
+        widened = F.pad(self.stored_logits, (0, len(task.classes)))[admission.kept]
+        self.stored_logits = torch.cat([widened, noted])
+        self.memory.take(admission, task.train, len(task.classes), self.preprocess)
+
+    def objective(self) -> DarkExperience:
+        """The loss with the memory as it is."""
+        device = self.compute.device
+        sizes = torch.tensor([len(classes) for classes in self.task_classes_])
+        then_known = sizes.cumsum(0).repeat_interleave(sizes).to(device)  # by class: how many its task's end knew
+        classes = self.memory.labels.to(device)
+        return DarkExperience(self.network, classes, self.stored_logits, then_known[classes], self.config)
+
+    def old_samples(self) -> Samples | None:
+        """The stored images, labelled by their rows; None while there are none."""
+        if not len(self.memory):
+            return None
+        device = self.compute.device
+        return Samples(self.memory.pixels(self.preprocess, device), torch.arange(len(self.memory), device=device))
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        """What the network says now of uint8 images."""
+        network = self.network
+        return self._logits(pixels, network.head_weight, network.head_bias, network.norms, *network.adapters.weights)
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop the class's row of the head, its images, and what others' logits said of it."""
+        super().remove_class(task, own, number)
+        stayed = self.memory.remove(number)
+        others = torch.arange(self.stored_logits.shape[1]) != number
+        self.stored_logits = self.stored_logits[stayed][:, others.to(self.compute.device)]
+
+    def state(self) -> State:
+        """The network, and what the stored images carry."""
+        found = super().state()
+        carried = zip(CARRIED, (self.memory.keys, self.stored_logits), strict=True)
+        return State(found.shared | dict(carried), found.tasks)
+
+    def load_state(self, state: State) -> None:
+        """Take up what `state` gave."""
+        super().load_state(State({k: v for k, v in state.shared.items() if k not in CARRIED}, state.tasks))
+        keys, logits = (state.shared[name] for name in CARRIED)
+        self.memory.keys, self.stored_logits = keys.cpu(), logits.to(self.compute.device)

@@ -1,0 +1,176 @@
+"""FOSTER: feature boosting and compression (Wang et al., ECCV 2022).
+
+Boosting: as in gradient boosting, a new extractor phi learns what the old network, frozen, leaves over. One classifier
+H reads old and new features side by side, a second one A the new features alone, and H keeps what the old network's
+classifier said of the old classes:
+
+    loss = CE(H([old | phi]) / w, y) + CE(A(phi), y) + KD(H's old classes, old network's answers; T = 2)
+
+A class seen n times an epoch counts by its effective number of images. Dividing the logits by
+
+    w_c = (1 - b) / (1 - b^n_c),  scaled to mean 1,   b = 0.96
+
+makes the many images of new classes weigh less against the few remembered ones. Compression: a single network that
+starts from the old one is then taught by both together, on the same images, with answers that favour old classes:
+
+    p_c ~ softmax(teacher / T)_c * w_c (b = 0.97),     loss = - sum_c p_c log softmax(student / T)_c
+
+It replaces the old network, so that the model never grows by more than head rows.
+
+What differs from public codes: one has the number of images a class written into it for one data set; here they are
+counted. There, n is how many images of a class lie in the one set of new and remembered images that an epoch runs
+through. Here half of every step is replayed, so n is how often an epoch shows the class: that is the imbalance which w
+is to undo, and weights made of the different images would turn it round. "Extractors" are adapters and layer norms over
+one frozen trunk, and both phases take the method's learning rate and schedule. The TPL paper's size of FOSTER suggests
+that its authors kept the expanded network; here it is compressed, as published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import IGNORED, Listener, Samples
+from tpl.errors import TplError
+from tpl.methods.base import register
+from tpl.methods.parts.distill import mean_of, soft_cross_entropy
+from tpl.methods.parts.expansion import ExpandedNetwork, Extractor, Head
+from tpl.methods.parts.network import CrossEntropy, Network
+from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class FOSTERConfig(RehearsalConfig):
+    """FOSTER's options beyond those of training and memory."""
+
+    boosting_beta: float = option(0.96, "b while boosting, below 1; 0: all classes count the same", minimum=0)
+    compression_beta: float = option(0.97, "b while compressing, below 1", minimum=0)
+    temperature: float = option(2.0, "temperature of both distillations", above=0)
+    keep: float = option(1.0, "weight of keeping what the old network says of old classes", minimum=0)
+    compression: float = option(0.75, "passes of the compression, as a share of epochs (130 of 170 published)", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("boosting_beta", "compression_beta"):
+            if not getattr(self, name) < 1:
+                raise TplError(f"{name} must be below 1; got {getattr(self, name)}.")
+
+
+@register
+class FOSTER(RehearsalMethod):
+    """Boost the old network with a new extractor, then compress both into one."""
+
+    name = "foster"
+    summary = "a new extractor learns what the old network leaves over; both are then distilled into one, with replay"
+    paper = "Wang et al., FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV 2022"
+    config_class = FOSTERConfig
+    config: FOSTERConfig
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Boost, compress, remember; the first task is plain training."""
+        old = self.old_samples()
+        if not self.classes_:
+            self.fit(self.grow(task, samples), listen)
+        else:
+            teacher = self.boosted(task, samples, old, listen)
+            self.compress(teacher, self.grow(task, samples), old, listen)
+        self.remember(task, samples)
+
+    def boosted(self, task: Task, samples: Samples, old: Samples | None, listen: Listener) -> ExpandedNetwork:
+        """The network with a second extractor, trained for old and new classes."""
+        config, known = self.config, len(self.classes_)
+        network = expanded(self.network, self.config, self.generator("columns"))
+        network.grow(len(task.classes), self.generator("boosted head"))
+        new = Samples(samples.pixels, samples.labels + known)
+        weights = effective_weights(times_seen(new, old, len(network.head_bias)), config.boosting_beta)
+        objective = Boosting(network, self.network.copy(), weights, config, self.generator("auxiliary"))
+        trainable = [*network.parameters(), *objective.head]
+        self.fit(new, listen, objective, old, name="boosting", trainable=trainable)
+        return network.requires_grad_(False)
+
+    def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, listen: Listener) -> None:
+        """Teach the single network, whose head has grown, what both extractors say together."""
+        config = self.config
+        weights = effective_weights(times_seen(new, old, len(teacher.head_bias)), config.compression_beta)
+        recipe = config.replace(epochs=max(1, round(config.compression * config.epochs)))
+        objective = Compression(self.network, teacher, weights, config.temperature)
+        self.fit(new, listen, objective, old, recipe, "compression")
+
+
+def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator) -> ExpandedNetwork:
+    """A network with a second extractor that starts as the one there is; this one stays as it is."""
+    twin = ExpandedNetwork(network.trunk[0], config, network.compute, generator)
+    twin.restart(Extractor(network.norms, network.adapters.weights))
+    twin.load_head(network.head_weight, network.head_bias)
+    twin.expand(generator)
+    return twin
+
+
+def times_seen(new: Samples, old: Samples | None, classes: int) -> Tensor:
+    """How often an epoch shows each class: beside every new image, there is one out of the memory.
+
+    Once at least, so that a class of which nothing is remembered does not weigh infinitely much.
+    """
+    seen = new.labels.bincount(minlength=classes).double()
+    if old is not None:
+        seen += old.labels.bincount(minlength=classes) * (len(new) / len(old))
+    return seen.clamp_min(1.0)
+
+
+def effective_weights(counts: Tensor, beta: float) -> Tensor:
+    """(1 - b) / (1 - b^n) of every class, scaled to mean 1."""
+    weights = (1 - beta) / (1 - beta ** counts.double())
+    return (weights / weights.mean()).float()
+
+
+class Boosting(CrossEntropy):
+    """What the expanded network is trained with."""
+
+    network: ExpandedNetwork
+
+    def __init__(
+        self,
+        network: ExpandedNetwork,
+        old: Network,
+        weights: Tensor,
+        config: FOSTERConfig,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(network)
+        self.old, self.weights, self.config = old, weights, config
+        self.head = Head.new(len(network.head_bias), network, generator)
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """Balanced entropy, the new extractor's own, and distillation on the old classes."""
+        z, dim, known = self.network.features(images), self.network.dim, len(self.old.head_bias)
+        logits = self.network.logits(z)
+        told_before = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
+        kept = soft_cross_entropy(logits[:, :known], told_before, self.config.temperature)
+        loss = F.cross_entropy(logits / self.weights, labels[0]) + F.cross_entropy(self.head(z[:, dim:]), labels[0])
+        return (loss + self.config.keep * mean_of(kept, labels[0] != IGNORED)).unsqueeze(0)
+
+
+class Compression(CrossEntropy):
+    """Balanced distillation of the expanded network into a single one."""
+
+    def __init__(self, student: Network, teacher: ExpandedNetwork, weights: Tensor, temperature: float) -> None:
+        super().__init__(student)
+        self.teacher, self.weights, self.temperature = teacher, weights, temperature
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """Balanced distillation on one batch."""
+        with torch.no_grad():
+            told = self.teacher(images)
+        rows = balanced_distillation(self.network(images), told, self.weights, self.temperature)
+        return mean_of(rows, labels[0] != IGNORED).unsqueeze(0)
+
+
+def balanced_distillation(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float) -> Tensor:
+    """- sum_c p_c log softmax(student / T)_c of every row, with p the teacher's softmax times the weights, scaled."""
+    # Weights inside a softmax are shifts of its logits: softmax(t / T) w / sum = softmax(t / T + log w).
+    return soft_cross_entropy(student, teacher + temperature * weights.log(), temperature)

@@ -1,0 +1,114 @@
+"""GD: global distillation from the old network and from a specialist of the new task, without unlabelled images.
+
+With `prev`, `new` and `seen` for the old, the new and all classes, T = 2:
+
+1. A specialist C: a copy of the network, trained on the new task's classes alone. On new images cross-entropy over
+`new`; on remembered ones KL(uniform || softmax_new(C)), so that it is not sure about what is none of its business.
+2. The network: cross-entropy over `seen`, on new and remembered images, and on all of them
+
+    + |prev| / |seen| T^2 KL(softmax_prev(P / T) || softmax_prev(f / T))  (P: as it was before)
+    + |new|  / |seen| T^2 KL(softmax_new(C / T)  || softmax_new(f / T))
+
+Global means: one softmax over all old classes, where EEIL has one for each task.
+3. The same loss for the head alone, at a tenth of the rate. In the cross-entropy an image now weighs
+1 / (|seen| * its class's share of the images), so that all classes weigh the same.
+
+The paper's third teacher, an ensemble of P and C, is for unlabelled images from elsewhere, which no method here has.
+Adapted to adapters: the benchmark's rate and epochs, for the specialist too. A step has as many remembered as new
+images, so the shares behind the weights of (3) are those of what the steps show: weights by the number of images would
+favour the old classes, which replay shows more often already. The rate of (3) falls along a cosine, not in two steps.
+The first task is plain training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import IGNORED, Listener, Samples, silent
+from tpl.methods.base import register
+from tpl.methods.parts.distill import Distillation, mean_of, rows_that_count, side_by_side
+from tpl.methods.parts.network import CrossEntropy, Network
+from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class GDConfig(RehearsalConfig):
+    """GD's options."""
+
+    temperature: float = option(2.0, "temperature of distillation", above=0)
+    confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0)
+    balanced_epochs: int = option(20, "passes over the images to balance the head after a task; 0: none", minimum=0)
+    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
+
+
+class Specialist(CrossEntropy):
+    """Tells the classes from `first` on apart, and is unsure about images of others."""
+
+    def __init__(self, network: Network, first: int, confidence: float) -> None:
+        super().__init__(network)
+        self.first, self.confidence = first, confidence
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """The loss of one batch; there is one network."""
+        return self.of_logits(self.network(images), labels[0]).unsqueeze(0)
+
+    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy over the new classes on their images; KL(uniform || softmax) over them on the others."""
+        log_p, mine = logits[:, self.first :].log_softmax(dim=1), labels >= self.first
+        right = F.nll_loss(log_p, (labels - self.first).masked_fill(~mine, IGNORED), reduction="none")
+        sure = -log_p.mean(dim=1) - math.log(log_p.shape[1])
+        return mean_of(right, mine) + self.confidence * mean_of(sure, ~mine & rows_that_count(labels))
+
+
+@register
+class GD(RehearsalMethod):
+    """Replay with distillation from the old network and from a specialist of the new task."""
+
+    name = "gd"
+    summary = "replay with distillation from the old network and from a specialist of the new task"
+    paper = "Lee et al., Overcoming Catastrophic Forgetting with Unlabeled Data in the Wild, ICCV 2019"
+    config_class = GDConfig
+    config: GDConfig
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train a specialist, then the network with two teachers, then balance the head."""
+        old = self.old_samples()
+        new = self.grow(task, samples)
+        if self.classes_:
+            self._learn_with_teachers(new, old, len(task.classes), listen)
+        else:
+            self.fit(new, listen)
+        self.remember(task, samples)
+
+    def _learn_with_teachers(self, new: Samples, old: Samples | None, count: int, listen: Listener) -> None:
+        """The three trainings of a task that brings `count` classes to old ones."""
+        config, first = self.config, len(self.classes_)
+        before = self.network.copy()
+        self.fit(new, silent, Specialist(self.network, first, config.confidence), old, name="specialist")
+        specialist = self.network.copy()
+        self.network.load_state_dict(before.state_dict())
+        prev, own = side_by_side([first, count])
+        teachers = [(before, [prev]), (specialist, [own])]
+        self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
+        if config.balanced_epochs:
+            weights = balancing_weights(new.labels, None if old is None else old.labels, first + count)
+            recipe = config.replace(
+                epochs=config.balanced_epochs, lr=config.lr * config.balanced_rate, schedule="cosine"
+            )
+            head = [self.network.head_weight, self.network.head_bias]
+            objective = Distillation(self.network, teachers, config.temperature, weights)
+            self.fit(new, silent, objective, old, recipe, "balancing", head)
+
+
+def balancing_weights(new: Tensor, old: Tensor | None, classes: int) -> Tensor:
+    """1 / (classes * share) of every class, by its share of the images shown: half new ones, half remembered ones."""
+    shares = [labels.bincount(minlength=classes) / len(labels) for labels in (new, old) if labels is not None]
+    share = torch.stack(shares).mean(dim=0)
+    return (1 / (classes * share)).masked_fill(share == 0, 0.0)  # a class that is never shown needs no weight

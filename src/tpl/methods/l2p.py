@@ -1,0 +1,175 @@
+"""L2P: a pool of prompts, of which each image asks for its own, in front of a frozen encoder (Wang et al., CVPR 2022).
+
+The pool has M prompts, each a few tokens long, with a key k_m each. The frozen encoder's features q(x) of an image are
+its query. The N prompts with the keys most similar to it are put beside the image's own tokens, pass through the frozen
+encoder once more, and a linear head reads the mean of what became of them:
+
+    chosen(x) = the N largest of cos(q(x), k_m)
+    loss      = cross-entropy over the new task's classes - pull * (sum of cos(q(x), k_m) over chosen(x))
+
+Prompts are shared by all tasks and hardly move for images that do not ask for them; there is no replay. Old classes
+take no part in a new task's softmax: else its images would only teach to never name them. Answers compare all classes.
+
+Public codes let a whole batch vote for one set of prompts, in tests as well: a batch of one task then tells which task
+it is, and users saw accuracy fall by ten points when images came one by one. Here every image chooses for itself, in
+training and in answering, as the paper's text has it.
+
+There are no adapters, as published. Trained by Adam, as published (SGD at the usual rates does not move prompts):
+`momentum` is its first beta. Each image takes two passes through the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpl.config import option
+from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, train
+from tpl.engine.adam import Adam
+from tpl.errors import TplError
+from tpl.methods.base import Method, register
+from tpl.nets import Encoder
+from tpl.nets.prompts import prompted
+from tpl.state import State
+from tpl.stream import Task
+
+
+@dataclass(frozen=True)
+class L2PConfig(Recipe):
+    """L2P's options: a recipe, and the size of the pool."""
+
+    lr: float = option(0.002, "learning rate of Adam (published: 0.001875 at a batch of 16)", above=0)
+    momentum: float = option(0.9, "Adam's first beta, above 0 and below 1", above=0)
+    pool: int = option(10, "prompts in the pool", minimum=1)
+    length: int = option(5, "tokens a prompt", minimum=1)
+    chosen: int = option(5, "prompts an image chooses", minimum=1)
+    pull: float = option(0.1, "how strongly chosen keys are drawn towards the queries that chose them", minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov or self.momentum >= 1:
+            raise TplError("L2P is trained by Adam: momentum must be below 1, and nesterov=true means nothing here.")
+        if self.chosen > self.pool:
+            raise TplError(f"An image cannot choose {self.chosen} prompts of {self.pool}; lower chosen or raise pool.")
+
+    def optimiser(self, parameters: Sequence[Tensor]) -> Adam:
+        """Adam, as published."""
+        return Adam(parameters, self.lr, (self.momentum, 0.999), self.weight_decay)
+
+
+class Pool(nn.Module):
+    """Keys, prompts, and a linear head that grows."""
+
+    def __init__(self, dim: int, config: L2PConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.empty(config.pool, dim).uniform_(-1, 1, generator=generator))
+        self.prompts = nn.Parameter(torch.empty(config.pool, config.length, dim).uniform_(-1, 1, generator=generator))
+        self.head_weight, self.head_bias = nn.Parameter(torch.zeros(0, dim)), nn.Parameter(torch.zeros(0))
+
+    def set_head(self, weight: Tensor, bias: Tensor) -> None:
+        """Replace the head, with other classes perhaps."""
+        self.head_weight, self.head_bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def grow(self, outputs: int, generator: torch.Generator) -> None:
+        """Add head rows for new classes."""
+        dim = self.head_weight.shape[1]
+        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+        weight, bias = self.head_weight.detach(), self.head_bias.detach()
+        self.set_head(torch.cat([weight, rows.to(weight)]), F.pad(bias, (0, outputs)))
+
+
+def choose(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` keys most similar to each query by cosine: similarities and numbers, `[n, count]`."""
+    similarity = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T
+    return similarity.topk(count, dim=1)
+
+
+class PromptLoss:
+    """Cross-entropy over the newest classes, and keys drawn towards their queries."""
+
+    def __init__(self, method: L2P, old: int) -> None:
+        self.method, self.old = method, old
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """The loss of one batch, labelled by number within the task."""
+        pool = self.method.pool
+        features, similarity = self.method.look(images, pool.keys, pool.prompts)
+        logits = F.linear(features, pool.head_weight[self.old :], pool.head_bias[self.old :])
+        counted = (labels[0] != IGNORED).float()
+        similar = (similarity.sum(dim=1) * counted).sum() / counted.sum()
+        return (F.cross_entropy(logits, labels[0]) - self.method.config.pull * similar).unsqueeze(0)
+
+    def after_backward(self, progress: Tensor) -> None:
+        """Nothing to do."""
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+
+@register
+class L2P(Method):
+    """One pool of prompts and one head over a frozen encoder."""
+
+    name = "l2p"
+    summary = "prompts from a shared pool, chosen by each image, in front of a frozen encoder; no replay"
+    paper = "Wang et al., Learning to Prompt for Continual Learning, CVPR 2022"
+    config_class = L2PConfig
+    config: L2PConfig
+
+    def __init__(self, encoder: Encoder, config: L2PConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.norms = self.encoder.new_norms()
+        self.pool = self.new_pool()
+        self._logits = Inference(
+            lambda images, keys, prompts, head, bias: F.linear(self.look(images, keys, prompts)[0], head, bias),
+            compute,
+            self.normalise,
+        )
+
+    def new_pool(self) -> Pool:
+        """A pool that knows no class yet."""
+        pool = Pool(self.encoder.dim, self.config, self.generator("prompts", task=0))
+        return pool.to(self.compute.device)
+
+    def look(self, images: Tensor, keys: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of normalised images seen with the prompts each chooses, and its similarity to their keys."""
+        dtype = self.compute.dtype
+        with torch.no_grad():
+            queries = self.encoder(images, self.norms, dtype=dtype)
+        similarity, numbers = choose(queries, keys, self.config.chosen)
+        # As a product, not by index: gradients of a prompt that many images chose add up in one order, always.
+        picked = (numbers.unsqueeze(2) == torch.arange(len(keys), device=keys.device)).to(prompts)
+        own = (picked @ prompts.flatten(1)).unflatten(2, prompts.shape[1:]).flatten(1, 2)
+        return prompted(self.encoder, images, self.norms, own, dtype), similarity
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Grow the head; train prompts, keys and head on the task's data alone."""
+        config, old = self.config, len(self.classes_)
+        self.pool.grow(len(task.classes), self.generator("head"))
+        batches = config.batches(samples, None, self.generator("training"))
+        optimiser = config.optimiser(list(self.pool.parameters()))
+        train(PromptLoss(self, old), optimiser, [batches], config, self.normalise, [listen])
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """Softmax over all classes so far."""
+        pool = self.pool
+        return self._logits(pixels, pool.keys, pool.prompts, pool.head_weight, pool.head_bias).double().log_softmax(1)
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop the class's row of the head."""
+        kept = torch.arange(len(self.pool.head_bias), device=self.compute.device) != number
+        self.pool.set_head(self.pool.head_weight.detach()[kept], self.pool.head_bias.detach()[kept])
+
+    def state(self) -> State:
+        """Everything is shared: there is one pool."""
+        return State({k: v.detach() for k, v in self.pool.state_dict().items()}, [{} for _ in self.task_classes_])
+
+    def load_state(self, state: State) -> None:
+        """Rebuild the pool."""
+        self.pool = self.new_pool()
+        self.pool.grow(len(state.shared["head_bias"]), torch.Generator())
+        self.pool.load_state_dict(state.shared)

@@ -1,0 +1,161 @@
+"""A network that grows: one feature extractor a task, over one frozen trunk.
+
+An extractor is a set of adapters and layer norms. While a task is learned, the newest one moves and all older ones
+stand still; the classifier reads their features side by side, `[n, extractors * dim]`. So nothing that an old extractor
+says is ever forgotten, and every image takes one pass through the trunk for each task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpl.engine import Compute
+from tpl.errors import TplError
+from tpl.methods.parts.network import Network, NetworkConfig
+from tpl.methods.parts.rehearsal import RehearsalMethod
+from tpl.nets import AdapterStack, Encoder
+from tpl.state import State
+
+HEAD = ("head_weight", "head_bias")
+
+
+class Extractor(NamedTuple):
+    """What one task adds to the trunk."""
+
+    norms: Tensor
+    adapters: AdapterStack
+
+    def copy(self) -> Extractor:
+        """The same numbers in tensors of their own, without gradients."""
+        return Extractor(self.norms.detach().clone(), AdapterStack(*(w.detach().clone() for w in self.adapters)))
+
+    def state(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        return {"norms": self.norms.detach()} | {k: w.detach() for k, w in self.adapters._asdict().items()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> Extractor:
+        """The extractor that `state` came from."""
+        return cls(state["norms"], AdapterStack(**{k: state[k] for k in AdapterStack._fields}))
+
+
+class Head(NamedTuple):
+    """A linear classifier that is trained beside a network."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Logits of features `[n, dim]`."""
+        return F.linear(features, self.weight, self.bias)
+
+    def detached(self) -> Head:
+        """The same numbers, without gradients."""
+        return Head(self.weight.detach(), self.bias.detach())
+
+    @classmethod
+    def new(cls, outputs: int, network: Network, generator: torch.Generator) -> Head:
+        """One that is not trained yet, over the features of one extractor."""
+        dim, device = network.trunk[0].dim, network.norms.device
+        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+        return cls(rows.to(device).requires_grad_(), torch.zeros(outputs, device=device).requires_grad_())
+
+
+class ExpandedNetwork(Network):
+    """A `Network` whose own adapters and norms are the newest extractor; older ones lie beside it, frozen."""
+
+    def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
+        super().__init__(encoder, config, compute, generator)
+        self.dim = encoder.dim
+        self.frozen: list[Extractor] = []  # no parameters: nothing may train them
+
+    @property
+    def extractors(self) -> list[Extractor]:
+        """All of them, in the order of their tasks."""
+        return [*self.frozen, Extractor(self.norms, self.adapters.weights)]
+
+    def expand(self, generator: torch.Generator) -> None:
+        """Freeze the newest extractor and go on with a copy of it, which the classifier reads by new columns.
+
+        What the classifier read so far it reads as before.
+        """
+        self.frozen.append(self.extractors[-1].copy())
+        bound = (self.dim * len(self.extractors)) ** -0.5
+        columns = torch.empty(len(self.head_bias), self.dim).uniform_(-bound, bound, generator=generator)
+        self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), columns.to(self.head_weight)], dim=1))
+
+    @torch.no_grad()
+    def restart(self, extractor: Extractor) -> None:
+        """Let the newest extractor begin as this one."""
+        self.norms.copy_(extractor.norms)
+        for own, given in zip(self.adapters.weights, extractor.adapters, strict=True):
+            own.copy_(given)
+
+    @torch.no_grad()
+    def load_head(self, weight: Tensor, bias: Tensor) -> None:
+        """Take up a whole classifier."""
+        self.head_weight = nn.Parameter(weight.detach().clone().to(self.norms.device))
+        self.head_bias = nn.Parameter(bias.detach().clone().to(self.norms.device))
+
+    def newest_features(self, images: Tensor) -> Tensor:
+        """Features of normalised images by the newest extractor alone, `[n, dim]`."""
+        return super().features(images)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Features by all extractors, the newest last; gradients flow into that one."""
+        with torch.no_grad():
+            fixed = [self.trunk[0](images, e.norms, e.adapters, dtype=self.compute.dtype) for e in self.frozen]
+        return torch.cat([*fixed, self.newest_features(images)], dim=1)
+
+
+class ExpansionMethod(RehearsalMethod):
+    """A method with an extractor a task, one classifier over all of them, and a memory of images."""
+
+    network: ExpandedNetwork
+
+    def new_network(self) -> ExpandedNetwork:
+        """One extractor, and a classifier without classes."""
+        return ExpandedNetwork(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """What every extractor says of uint8 images, side by side, `[n, extractors * dim]`."""
+        return torch.cat([self._features(pixels, e.norms, *e.adapters) for e in self.network.extractors], dim=1)
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """Softmax over all classes so far.
+
+        The product is float64: how many images share it then makes no difference.
+        """
+        network = self.network
+        with torch.no_grad():
+            logits = F.linear(self.features(pixels).double(), network.head_weight.double(), network.head_bias.double())
+            return logits.log_softmax(dim=1)
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Not offered: a task without classes would leave its extractor behind, which later ones are read with."""
+        raise TplError(f"The method '{self.name}' cannot remove a class.")
+
+    def state(self) -> State:
+        """A task owns its extractor for good; the classifier is shared."""
+        extractors = self.network.extractors[: len(self.task_classes_)]  # before the first task there is an idle one
+        shared = {name: getattr(self.network, name).detach() for name in HEAD}
+        return State(shared, [extractor.state() for extractor in extractors])
+
+    def load_state(self, state: State) -> None:
+        """Rebuild the extractors and the classifier."""
+        self.network = network = self.new_network()
+        extractors = on_device(state.tasks, self.compute.device)
+        if extractors:
+            network.frozen = [extractor.copy() for extractor in extractors[:-1]]
+            network.restart(extractors[-1])
+        network.load_head(*(state.shared[name] for name in HEAD))
+
+
+def on_device(tasks: Sequence[dict[str, Tensor]], device: torch.device) -> list[Extractor]:
+    """The extractors of stored tasks."""
+    return [Extractor.from_state({k: v.to(device) for k, v in own.items()}) for own in tasks]

@@ -1,0 +1,161 @@
+"""PASS: prototypes with noise stand in for old classes, and rotations make features that last (Zhu et al., CVPR 2021).
+
+Each image is seen in four rotations, and class y turned by k quarters is a class of its own, 4y + k. So the network
+learns more of an image than the first classes ask for. Old classes are kept as the mean feature mu_c of each. With z
+the features, z_old those of the network before the task, and u = logits / temperature, a step's loss is
+
+    CE(u(z), 4y + k)  +  prototypes * CE(u(mu_c + r e), 4c)  +  distill * ||z - z_old||
+
+over the rotated batch, as many drawn old classes c as images, and noise e from N(0, 1). The size r of the noise is the
+root mean variance of the first task's features around their class means, once and for all. The last term is the norm of
+the whole batch's difference, not a mean. Answers come from the upright classes 4c alone. No replay of images.
+
+Adapted to adapters: they, the layer norms and the head are trained by the toolkit's SGD, where the paper has Adam at
+0.001. Adam does not mind how large gradients are, SGD does: at the published temperature 0.1 and weights 10, steps are
+a hundred times too long, so the defaults are 1, 1 and 0.1 (chosen on held-out digits). The old network is a copy of
+adapters, norms and head. Rotations work at any image size (a public code has 32 pixels built in), and each is a pass
+through the encoder: four times the cost of fine-tuning. As many prototypes a step as the batch has images is the
+original's rule; a public code draws none while there are fewer old classes than new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.config import option
+from tpl.engine import IGNORED, Compute, Listener, Samples
+from tpl.errors import TplError
+from tpl.methods.base import register
+from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
+from tpl.nets import Encoder
+from tpl.scores.mahalanobis import class_means
+from tpl.state import State
+from tpl.stream import Task
+
+TURNS = 4  # quarters of a full turn
+PARTS = ("prototypes", "radius")  # kept beside the network
+NEAREST_0, NEAREST_1 = 2.0**-25, 1 - 2.0**-24  # a normal number is infinite at 0 and 1
+
+
+@dataclass(frozen=True)
+class PASSConfig(NetworkConfig):
+    """PASS's options. Published, for Adam: temperature 0.1, both weights 10; SGD on adapters wants them smaller."""
+
+    temperature: float = option(1.0, "what logits are divided by; 0.1 as published lets SGD diverge", above=0)
+    prototypes: float = option(1.0, "weight of the loss on old classes' noisy prototypes (published: 10)", minimum=0)
+    distill: float = option(0.1, "weight of the distance to the old network's features (published: 10)", minimum=0)
+
+
+def rotated(images: Tensor) -> Tensor:
+    """All images upright, then all turned by one quarter, two and three: `[4 n, 3, size, size]`."""
+    return torch.cat([torch.rot90(images, turns, (2, 3)) for turns in range(TURNS)])
+
+
+def rotated_labels(labels: Tensor) -> Tensor:
+    """The labels 4y + k of `rotated` images; rows that do not count still do not."""
+    return torch.cat([torch.where(labels == IGNORED, IGNORED, TURNS * labels + turns) for turns in range(TURNS)])
+
+
+def noisy(prototypes: Tensor, radius: Tensor, draws: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`count` of the prototypes by lot, with noise, and their numbers; made of `count * (1 + dim)` uniform draws."""
+    which, uniform = draws[:count], draws[count:].view(count, -1)
+    numbers = (which * len(prototypes)).long().clamp_max(len(prototypes) - 1)
+    return prototypes[numbers] + radius * torch.special.ndtri(uniform.clamp(NEAREST_0, NEAREST_1)), numbers
+
+
+class PassLoss(CrossEntropy):
+    """Cross-entropy over rotated classes; with old classes, that over prototypes, and distillation of features."""
+
+    def __init__(self, network: Network, teacher: Network | None, method: PASS) -> None:
+        super().__init__(network)
+        self.teacher, self.config = teacher, method.config
+        self.prototypes, self.radius = method.prototypes.float(), method.radius.float()
+
+    @property
+    def numbers(self) -> int:
+        """Random numbers a step."""
+        return self.config.batch_size * (1 + self.prototypes.shape[1]) if self.teacher is not None else 0
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """The loss of one batch."""
+        network, config = self.network, self.config
+        turned, targets = rotated(images), rotated_labels(labels[0])
+        z = network.features(turned)
+        loss = F.cross_entropy(network.logits(z) / config.temperature, targets)
+        if self.teacher is not None:
+            with torch.no_grad():
+                before = self.teacher.features(turned)
+            apart = (z - before) * (targets != IGNORED).unsqueeze(1)
+            old, numbers = noisy(self.prototypes, self.radius, draws[0], config.batch_size)
+            recalled = F.cross_entropy(network.logits(old) / config.temperature, TURNS * numbers)
+            loss = loss + config.prototypes * recalled + config.distill * torch.linalg.vector_norm(apart)
+        return loss.unsqueeze(0)
+
+
+@register
+class PASS(NetworkMethod):
+    """One network that learns rotations too, and rehearses noisy class means."""
+
+    name = "pass"
+    summary = "rotations as classes, noisy prototypes of old classes, distilled features; no replay"
+    paper = "Zhu et al., Prototype Augmentation and Self-Supervision for Incremental Learning, CVPR 2021"
+    config_class = PASSConfig
+    config: PASSConfig
+
+    def __init__(self, encoder: Encoder, config: PASSConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        if self.preprocess.height != self.preprocess.width:
+            raise TplError(f"PASS turns images; '{encoder.name}' takes none that are square. Choose another encoder.")
+        self.prototypes = torch.zeros(0, encoder.dim, dtype=torch.float64, device=compute.device)
+        self.radius = torch.zeros((), dtype=torch.float64, device=compute.device)
+
+    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+        """Train on rotations of the new classes and on noise around the old; then take up the new prototypes."""
+        teacher = self.network.copy() if len(self.prototypes) else None
+        own = self.grow(task, samples)
+        objective = PassLoss(self.network, teacher, self)
+        self.fit(own, listen, objective, numbers=objective.numbers)
+        z = self.features(samples.pixels).double()
+        counts, means = class_means(z, samples.labels, len(task.classes))
+        if teacher is None:
+            self.radius = spread(z - means[samples.labels], samples.labels, counts)
+        self.prototypes = torch.cat([self.prototypes, means])
+
+    def grow(self, task: Task, samples: Samples) -> Samples:
+        """Add four rows a class to the head."""
+        self.network.grow(TURNS * len(task.classes), self.generator("head"))
+        return Samples(samples.pixels, samples.labels + len(self.classes_))
+
+    def log_probabilities(self, pixels: Tensor) -> Tensor:
+        """Softmax over the upright classes."""
+        network = self.network
+        upright = network.head_weight[::TURNS], network.head_bias[::TURNS]
+        logits = self._logits(pixels, *upright, network.norms, *network.adapters.weights)
+        return (logits.double() / self.config.temperature).log_softmax(dim=1)
+
+    def remove_class(self, task: int, own: int, number: int) -> None:
+        """Drop the class's prototype and its rows of the head."""
+        self.prototypes = self.prototypes[torch.arange(len(self.prototypes), device=self.compute.device) != number]
+        for _ in range(TURNS):
+            self.network.drop(TURNS * number)
+
+    def state(self) -> State:
+        """The network, the prototypes, and the size of their noise."""
+        network = super().state()
+        return State(network.shared | {name: getattr(self, name) for name in PARTS}, network.tasks)
+
+    def load_state(self, state: State) -> None:
+        """Take up what `state` gave."""
+        super().load_state(State({k: v for k, v in state.shared.items() if k not in PARTS}, state.tasks))
+        for name in PARTS:
+            setattr(self, name, state.shared[name].to(self.compute.device))
+
+
+def spread(deviations: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """The root of the variance of a feature around its class's mean, averaged over features and classes."""
+    squares = counts.new_zeros(len(counts)).index_add_(0, labels, deviations.square().mean(dim=1))
+    return (squares / (counts - 1).clamp_min(1)).mean().sqrt()

@@ -1,0 +1,22 @@
+"""Replay: fine-tuning on each new task together with a memory of old images.
+
+Every step takes as many remembered images as new ones, and the loss is plain cross-entropy over all classes so far.
+What all the methods with a memory have to beat: nothing protects the network but the images themselves. They are few,
+so the network learns them by heart, and each is shown the more often the fewer there are.
+
+The memory holds equally many images of every class and never more than its budget. In public codes the first images of
+a data set are often taken; here they are drawn by lot.
+"""
+
+from __future__ import annotations
+
+from tpl.methods.base import register
+from tpl.methods.parts.rehearsal import RehearsalMethod
+
+
+@register
+class Replay(RehearsalMethod):
+    """One network, trained on new and remembered images alike."""
+
+    name = "replay"
+    summary = "fine-tuning on each new task together with a memory of old images"

@@ -1,0 +1,29 @@
+"""Prompts: learned tokens that look at an image together with its own, through a frozen trunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpl.nets.encoder import Encoder, _embed_patches
+
+NO_ADAPTERS = (None, None)
+
+
+def prompted(
+    encoder: Encoder, images: Tensor, norms: Tensor, prompts: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Features `[n, dim]`, float32, read off the prompts: the mean of what became of them.
+
+    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `Encoder.new_norms`. Prompts carry no position:
+    a trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
+    """
+    vit = encoder.trunk(dtype)
+    affines = norms.to(dtype).unbind(0)
+    x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+    x = torch.cat([prompts.to(dtype), x], dim=1)
+    for i, block in enumerate(vit.blocks):
+        x = encoder._through(block, x, affines[2 * i : 2 * i + 2], NO_ADAPTERS, NO_ADAPTERS)
+    z = encoder.vit.norm(x[:, : prompts.shape[1]].float())
+    features: Tensor = encoder.vit.fc_norm(z.mean(dim=1))
+    return features

@@ -1,0 +1,112 @@
+"""FOSTER: effective numbers, its losses by hand, and a compression that keeps what both extractors say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpl import Learner
+from tpl.engine import IGNORED, Samples, silent
+from tpl.methods.foster import FOSTER, Boosting, balanced_distillation, effective_weights, expanded, times_seen
+from tpl.stream import Stream
+
+OPTIONS = {"latent": 8, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 12}
+
+
+def foster(**options: object) -> tuple[Learner, FOSTER]:
+    learner = Learner("foster", device="cpu", **(OPTIONS | options))
+    assert isinstance(learner.method, FOSTER)
+    return learner, learner.method
+
+
+def test_effective_weights_by_hand() -> None:
+    # b = 1/2: n = 1 counts 1, n = 2 counts 1.5, n = 3 counts 1.75; their inverses, scaled to mean 1.
+    inverse = torch.tensor([1, 1 / 1.5, 1 / 1.75])
+    torch.testing.assert_close(effective_weights(torch.tensor([1, 2, 3]), 0.5), inverse / inverse.mean())
+    torch.testing.assert_close(effective_weights(torch.tensor([1, 9]), 0.0), torch.ones(2))
+
+
+def test_classes_are_counted_as_often_as_an_epoch_shows_them() -> None:
+    nothing = torch.zeros(0)
+    new, old = Samples(nothing, torch.tensor([3, 4, 4, 4, 3, 3])), Samples(nothing, torch.tensor([0, 0, 1]))
+    # Six replayed images beside the six new ones: each of the three twice. None of class 2 counts as one.
+    assert times_seen(new, old, 5).tolist() == [4, 2, 1, 3, 3]
+    assert times_seen(new, None, 5).tolist() == [1, 1, 1, 3, 3]
+
+
+def test_balanced_distillation_by_hand() -> None:
+    teacher, student = torch.tensor([[2.0, 0.0, -2.0]]), torch.tensor([[1.0, 0.5, 0.0]])
+    weights, temperature = torch.tensor([0.5, 1.0, 1.5]), 2.0
+    p = (teacher / temperature).exp()[0] * weights
+    p = p / p.sum()
+    q = (student / temperature).exp()[0]
+    by_hand = -(p * (q / q.sum()).log()).sum()
+    torch.testing.assert_close(balanced_distillation(student, teacher, weights, temperature)[0], by_hand)
+
+
+@pytest.fixture(scope="module")
+def boosted(small_stream: Stream) -> tuple[FOSTER, Boosting, Tensor]:
+    """A boosting objective before its training, on a network that knows one task."""
+    learner, method = foster(epochs=1)
+    learner.learn(small_stream[0])
+    network = expanded(method.network, method.config, torch.Generator().manual_seed(0))
+    network.grow(2, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        network.adapters.up_weight += 0.02 * torch.randn(
+            network.adapters.up_weight.shape, generator=torch.Generator().manual_seed(3)
+        )
+    weights = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    objective = Boosting(network, method.network.copy(), weights, method.config, torch.Generator().manual_seed(2))
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    return method, objective, images
+
+
+def test_the_boosting_loss_by_hand(boosted: tuple[FOSTER, Boosting, Tensor]) -> None:
+    method, objective, images = boosted
+    network, nothing = objective.network, torch.zeros(())
+    rows, classes = [0, 1, 2], [1, 2, 3]
+    loss = objective.losses(images, torch.tensor([[*classes, IGNORED]]), nothing, nothing)
+    with torch.no_grad():
+        old, logits = method.network(images)[rows], network(images)[rows]
+        alone = network.newest_features(images)[rows] @ objective.head.weight.T
+        balanced = -(logits / objective.weights).log_softmax(1)[rows, classes].mean()
+        own = -alone.log_softmax(1)[rows, classes].mean()
+        keep = -((old / 2).softmax(1) * (logits[:, :2] / 2).log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(loss[0], balanced + own + keep)
+
+
+def test_boosting_moves_the_new_extractor_and_nothing_old(boosted: tuple[FOSTER, Boosting, Tensor]) -> None:
+    method, objective, images = boosted
+    still = [*method.network.parameters(), *objective.old.parameters()]
+    for parameter in still:
+        parameter.grad = None
+    loss = objective.losses(images, torch.tensor([[0, 1, 2, 3]]), torch.zeros(()), torch.zeros(()))
+    loss.sum().backward()
+    assert objective.network.adapters.up_weight.grad is not None
+    assert all(p.grad is None for p in still)
+
+
+def test_the_compressed_network_answers_as_the_two_that_taught_it(small_stream: Stream) -> None:
+    learner, method = foster(epochs=2, compression=2.0, compression_beta=0.0)
+    learner.learn(small_stream[0])
+    task = small_stream[1]
+    pixels = torch.cat([method.preprocess.batch(small_stream[t].test)[::2] for t in (0, 1)])
+    samples = method.samples(task, silent)
+    before = {k: v.clone() for k, v in method.network.state_dict().items()}
+    teacher = method.boosted(task, samples, method.old_samples(), silent)
+    assert all(torch.equal(before[k], v) for k, v in method.network.state_dict().items())  # boosting is beside it
+    new = method.grow(task, samples)
+    with torch.no_grad():
+        told = teacher(method.normalise(pixels)).softmax(dim=1)
+
+        def distance() -> float:
+            said = method.network(method.normalise(pixels)).softmax(dim=1)
+            return float((said - told).abs().sum(dim=1).mean())
+
+        untaught = distance()
+    method.compress(teacher, new, method.old_samples(), silent)
+    with torch.no_grad():
+        said = method.network(method.normalise(pixels)).argmax(dim=1)
+        assert (said == told.argmax(dim=1)).float().mean() > 0.8
+        assert distance() < 0.5 * untaught
