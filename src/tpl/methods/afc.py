@@ -29,10 +29,8 @@ at rate 0.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,25 +102,10 @@ class ProxyNetwork(Network):
 
     def staged(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Features of normalised images, and the activations `[n, tokens, dim]` of every stage on the way there."""
-        with tapped(self.trunk[0]) as outputs:
-            features = self.features(images)
+        outputs: list[Tensor] = []
+        encoder, weights = self.trunk[0], self.adapters.weights
+        features: Tensor = encoder(images, self.norms, weights, dtype=self.compute.dtype, notice=outputs.append)
         return features, [outputs[i] for i in self.stage_ends]
-
-
-@contextmanager
-def tapped(encoder: Encoder) -> Iterator[list[Tensor]]:
-    """Note every block's output of a forward pass."""
-    through, outputs = encoder._through, list[Tensor]()
-
-    def noting(*inputs: Any, **named: Any) -> Tensor:
-        outputs.append(through(*inputs, **named))
-        return outputs[-1]
-
-    encoder._through = noting
-    try:
-        yield outputs
-    finally:
-        encoder._through = through
 
 
 @register

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Compute, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -76,7 +76,6 @@ class APER(NetworkMethod):
 
     def __init__(self, encoder: Encoder, config: APERConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
-        self._plain = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
         device = compute.device
         self.scale = torch.ones((), device=device)
         self.sums = torch.zeros(0, 2 * encoder.dim, dtype=torch.float64, device=device)  # of the classes' embeddings
@@ -113,7 +112,7 @@ class APER(NetworkMethod):
 
     def embeddings(self, pixels: Tensor) -> Tensor:
         """Features of the encoder as it came, beside those of the adapted one, `[n, 2 dim]`, float64."""
-        return torch.cat([self._plain(pixels), self.features(pixels)], dim=1).double()
+        return torch.cat([self.encoder_features(pixels), self.features(pixels)], dim=1).double()
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax of scaled cosines with the prototypes."""
@@ -121,8 +120,7 @@ class APER(NetworkMethod):
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """More images of known classes move their prototypes."""
-        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
-        self.take_up(samples.pixels, numbers[samples.labels])
+        self.take_up(samples.pixels, self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's prototype."""

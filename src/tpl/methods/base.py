@@ -12,7 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from tpl.config import Config
 from tpl.engine import Compute, Event, Inference, Listener, Samples, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
-from tpl.nets import Encoder
+from tpl.nets import Encoder, unstacked
 from tpl.state import State
 from tpl.stream import ImageSet, Preprocess, Task
 
@@ -121,7 +121,7 @@ class Method(ABC):
     @cached_property
     def adapted_features(self) -> Inference:
         """Features of uint8 images under given norms and adapter weights."""
-        return Inference(partial(self.encoder.unpacked, dtype=self.compute.dtype), self.compute, self.normalise)
+        return Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
 
     def learn(self, task: Task, listen: Listener = silent, held: Samples | None = None) -> None:
         """Learn one more task, or stay as before if that fails or is interrupted.

@@ -58,7 +58,7 @@ class RanPAC(NetworkMethod):
         """The encoder's features, or those of the network adapted to the first task."""
         if self.config.adapt == "none":
             return self.encoder_features(pixels)
-        return self.adapted_features(pixels, self.network.norms, *self.network.adapters.weights)
+        return super().features(pixels)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax of the answers at the temperature that fitted held-out images."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
@@ -101,7 +101,6 @@ class SLDA(Method):
     def __init__(self, encoder: Encoder, config: SLDAConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.analysis = self.new_analysis()
-        self.features = Inference(encoder.plain, compute, self.preprocess.normaliser(compute.device, torch.float32))
 
     def new_analysis(self) -> Discriminant:
         """An analysis of nothing yet."""
@@ -109,16 +108,15 @@ class SLDA(Method):
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Take up the task's features."""
-        self.analysis.add(self.features(samples.pixels), samples.labels + len(self.classes_))
+        self.analysis.add(self.encoder_features(samples.pixels), samples.labels + len(self.classes_))
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """What Gaussians with the classes' means and the common covariance say of each image."""
-        return self.analysis.logits(self.features(pixels)).log_softmax(dim=1)
+        return self.analysis.logits(self.encoder_features(pixels)).log_softmax(dim=1)
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """More images of known classes join as if they had always been there."""
-        numbers = torch.tensor([self.classes_.index(name) for name in task.classes], device=samples.labels.device)
-        self.analysis.add(self.features(samples.pixels), numbers[samples.labels])
+        self.analysis.add(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's mean."""

@@ -10,6 +10,7 @@ the weights (`fold`): thousands of numbers instead of the millions of activation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -122,3 +123,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     parts = x.reshape(len(weight), -1, x.shape[-1])
     # Not baddbmm, which writes the bias out to the size of the result first.
     return (parts @ weight.mT + bias.unsqueeze(1)).reshape(*x.shape[:-1], -1)
+
+
+def unstacked(encoder: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    """An encoder as a function of images, norms and the adapters' weights one by one: tensors all."""
+
+    def features(images: Tensor, norms: Tensor, *weights: Tensor) -> Tensor:
+        return encoder(images, norms, AdapterStack(*weights), dtype=dtype)
+
+    return features

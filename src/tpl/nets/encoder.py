@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +44,7 @@ class Encoder(nn.Module):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
-        self._through, self.fused = _adapted_block, False
+        self.through, self.fused = _adapted_block, False
         self._copies: dict[
             tuple[torch.dtype, torch.device], VisionTransformer
         ] = {}  # in a dict: not part of this module's state
@@ -60,7 +60,7 @@ class Encoder(nn.Module):
         # Each number of networks, with and without replay, has shapes of its own. Beyond the limit torch would go on
         # uncompiled, at half the speed.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self._through, self.fused = torch.compile(_adapted_block, dynamic=False), True
+        self.through, self.fused = torch.compile(_adapted_block, dynamic=False), True
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -79,11 +79,6 @@ class Encoder(nn.Module):
         features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return features
 
-    def unpacked(self, images: Tensor, norms: Tensor, *weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """The forward pass with the adapters' weights one by one: what `Inference` takes."""
-        features: Tensor = self(images, norms, AdapterStack(*weights), dtype=dtype)
-        return features
-
     def trunk(self, dtype: torch.dtype) -> VisionTransformer:
         """The frozen network in one precision; a copy in another than its own is made once and kept."""
         if dtype == next(self.vit.parameters()).dtype:
@@ -93,6 +88,12 @@ class Encoder(nn.Module):
             self._copies[key] = copy.deepcopy(self.vit).to(dtype)
         return self._copies[key]
 
+    def tokens(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """What goes into the first block: patches and class token of normalised images, at their positions."""
+        vit = self.trunk(dtype)
+        x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+        return x
+
     def forward(
         self,
         images: Tensor,
@@ -100,13 +101,15 @@ class Encoder(nn.Module):
         adapters: AdapterStack | None = None,
         masks: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        notice: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Features `[n, dim]`, float32, of normalised images as one task sees them.
 
         `norms` is `[norms, 2, dim]`. With a leading axis, on the norms or on the adapters' weights, several networks
         share one pass over the frozen trunk: each serves an equal part of the batch, in order. `masks`, one row
         `[units]` an image, act on the activations; a mask that holds for the whole batch is folded into the weights.
-        `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
+        `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32. `notice`
+        is told what comes out of every block.
         """
         vit = self.trunk(dtype)
         affines = norms.to(dtype).unbind(-3)
@@ -116,17 +119,19 @@ class Encoder(nn.Module):
             layers = adapters.to(dtype).layers()
             if masks is not None:
                 opened = _per_adapter(adapters.split(masks.to(dtype)))
-        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+        x = self.tokens(images, dtype)
         for i, block in enumerate(vit.blocks):
             own = slice(2 * i, 2 * i + 2)
-            x = self._through(block, x, affines[own], layers[own], opened[own])
+            x = self.through(block, x, affines[own], layers[own], opened[own])
+            if notice is not None:
+                notice(x)
         rest = list(norms.unbind(-3)[2 * len(vit.blocks) :])
         x = x.float()
         if vit.global_pool == "token":
             x = x[:, :1]  # a norm looks at one token alone: the others need none
-        x = _layer_norm(x, rest.pop(0), vit.norm.eps) if isinstance(vit.norm, nn.LayerNorm) else vit.norm(x)
+        x = layer_norm(x, rest.pop(0), vit.norm.eps) if isinstance(vit.norm, nn.LayerNorm) else vit.norm(x)
         x = vit.pool(x)
-        return _layer_norm(x, rest.pop(0), vit.fc_norm.eps) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
+        return layer_norm(x, rest.pop(0), vit.fc_norm.eps) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
 
     def _norms(self) -> list[nn.LayerNorm]:
         inner = [n for block in self.vit.blocks for n in (block.norm1, block.norm2)]
@@ -141,9 +146,9 @@ def _adapted_block(
     masks: Sequence[AdapterMasks | None],
 ) -> Tensor:
     """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
-    y = block.ls1(block.attn(_layer_norm(x, norms[0], block.norm1.eps)))
+    y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
     x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
-    y = block.ls2(block.mlp(_layer_norm(x, norms[1], block.norm2.eps)))
+    y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
     return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
 
 
@@ -161,7 +166,7 @@ def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     return normed
 
 
-def _layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
     """A layer norm with scale and shift `[2, dim]`, or `[networks, 2, dim]` for equal parts of the batch."""
     if affine.dim() == 2:
         return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)

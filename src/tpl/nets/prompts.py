@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpl.nets.encoder import Encoder, _embed_patches
+from tpl.nets.encoder import Encoder
 
 NO_ADAPTERS = (None, None)
 
@@ -20,10 +20,9 @@ def prompted(
     """
     vit = encoder.trunk(dtype)
     affines = norms.to(dtype).unbind(0)
-    x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
-    x = torch.cat([prompts.to(dtype), x], dim=1)
+    x = torch.cat([prompts.to(dtype), encoder.tokens(images, dtype)], dim=1)
     for i, block in enumerate(vit.blocks):
-        x = encoder._through(block, x, affines[2 * i : 2 * i + 2], NO_ADAPTERS, NO_ADAPTERS)
+        x = encoder.through(block, x, affines[2 * i : 2 * i + 2], NO_ADAPTERS, NO_ADAPTERS)
     z = encoder.vit.norm(x[:, : prompts.shape[1]].float())
     features: Tensor = encoder.vit.fc_norm(z.mean(dim=1))
     return features

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.nets.adapters import AdapterStack, linear
-from tpl.nets.encoder import Encoder, _embed_patches, _layer_norm
+from tpl.nets.encoder import Encoder, layer_norm
 
 
 def adapter_inputs(
@@ -27,10 +27,10 @@ def adapter_inputs(
         inner.append(hidden.float().mean(dim=1))
         return y + linear(hidden, adapter.up_weight, adapter.up_bias)
 
-    x = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+    x = encoder.tokens(images, dtype)
     for i, block in enumerate(vit.blocks):
-        y = block.ls1(block.attn(_layer_norm(x, affines[2 * i], block.norm1.eps)))
+        y = block.ls1(block.attn(layer_norm(x, affines[2 * i], block.norm1.eps)))
         x = x + adapted(y, layers[2 * i])
-        y = block.ls2(block.mlp(_layer_norm(x, affines[2 * i + 1], block.norm2.eps)))
+        y = block.ls2(block.mlp(layer_norm(x, affines[2 * i + 1], block.norm2.eps)))
         x = x + adapted(y, layers[2 * i + 1])
     return torch.stack(outer, dim=1), torch.stack(inner, dim=1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from tpl.methods.bank.lessons import Lesson, learn_lessons
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import Method
-from tpl.nets import Adapters, AdapterStack, Encoder
+from tpl.nets import Adapters, AdapterStack, Encoder, unstacked
 from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task
 
@@ -92,7 +91,7 @@ class Bank:
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
         self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
-        self._features = Inference(partial(encoder.unpacked, dtype=compute.dtype), compute, normalise)
+        self._features = Inference(unstacked(encoder, compute.dtype), compute, normalise)
 
     def weights(self, task: int) -> AdapterStack:
         """The adapters as a finished task sees them."""

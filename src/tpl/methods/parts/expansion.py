@@ -124,7 +124,7 @@ class ExpansionMethod(RehearsalMethod):
 
     def features(self, pixels: Tensor) -> Tensor:
         """What every extractor says of uint8 images, side by side, `[n, extractors * dim]`."""
-        return torch.cat([self._features(pixels, e.norms, *e.adapters) for e in self.network.extractors], dim=1)
+        return torch.cat([self.adapted_features(pixels, e.norms, *e.adapters) for e in self.network.extractors], dim=1)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far.

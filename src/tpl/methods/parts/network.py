@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Objective, Recipe, Samples, train
 from tpl.methods.base import Method
-from tpl.nets import Encoder
+from tpl.nets import Encoder, unstacked
 from tpl.state import State
 from tpl.stream import Task
 
@@ -100,15 +100,9 @@ class NetworkMethod(Method):
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.network = self.new_network()
+        features = unstacked(encoder, compute.dtype)
         self._logits = Inference(  # of any weights: the network is made anew, and its head grows
-            lambda images, head, bias, *network: F.linear(
-                encoder.unpacked(images, *network, dtype=compute.dtype), head, bias
-            ),
-            compute,
-            self.normalise,
-        )
-        self._features = Inference(
-            lambda images, norms, *weights: encoder(images, norms, AdapterStack(*weights), dtype=compute.dtype),
+            lambda images, head, bias, *network: F.linear(features(images, *network), head, bias),
             compute,
             self.normalise,
         )
@@ -153,7 +147,7 @@ class NetworkMethod(Method):
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
-        return self._features(pixels, self.network.norms, *self.network.adapters.weights)
+        return self.adapted_features(pixels, self.network.norms, *self.network.adapters.weights)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""
