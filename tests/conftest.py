@@ -16,6 +16,13 @@ def _threads() -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # a worker a core
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file run on one worker, and share what the file prepares, unless they name a group of their own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 def blobs(classes: list[int], per_class: int, seed: int) -> ArrayImages:
     """Tiny pictures whose class is a colour and a stripe direction: easy to learn, quick to make."""
     rng = np.random.default_rng(seed)
@@ -33,10 +40,10 @@ def blobs(classes: list[int], per_class: int, seed: int) -> ArrayImages:
 
 @pytest.fixture(scope="session")
 def small_stream() -> Stream:
-    """Three tasks of two easy classes, 24 training and 10 test images each."""
+    """Three tasks of two easy classes, 16 training and 8 test images each."""
     tasks = []
     for t in range(3):
         classes = [2 * t, 2 * t + 1]
         names = tuple(f"class {c}" for c in classes)
-        tasks.append(Task(f"task {t}", names, blobs(classes, 24, seed=t), blobs(classes, 10, seed=100 + t)))
+        tasks.append(Task(f"task {t}", names, blobs(classes, 16, seed=t), blobs(classes, 8, seed=100 + t)))
     return Stream(tasks)

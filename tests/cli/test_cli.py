@@ -122,7 +122,7 @@ def test_list_names_everything_with_a_summary() -> None:
 @pytest.mark.parametrize("method", sorted(load_methods()))
 def test_describe_explains_every_option(method: str) -> None:
     about = ask("describe", method)
-    assert about["name"] == method and about["summary"]
+    assert about["name"] == method and all(about[key].strip() for key in ("summary", "keeps", "cost"))
     options = {option["name"]: option for option in about["options"]}
     assert set(options) == set(load_methods()[method].config_class.__dataclass_fields__)
     for option in options.values():
@@ -244,7 +244,7 @@ def test_demo_shows_three_methods(
 
 def test_unknown_names_list_the_known_ones(fail: Callable[..., str], fail_run: Callable[..., str]) -> None:
     assert "finetune, hat, joint" in fail_run("--method", "nonsense")
-    assert "finetune, hat, joint" in fail("describe", "nonsense")
+    assert "eeil, finetune, foster" in fail("describe", "nonsense")
     assert "digits-5t" in fail("run", "nonsense")
     message = fail_run("--encoder", "vit_nonsense")
     assert "'vit_nonsense'" in message and "compact" in message

@@ -15,9 +15,12 @@ from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.stream import Stream, TaskClosed
 
 OPTIONS = {"latent": 16, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 30}
+# Second stages of single methods: as short as they can be and still happen.
+OPTIONS |= {"balanced_epochs": 1, "anchor_steps": 3, "fusion_epochs": 5, "negative_steps": 1}
 CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in sorted(load_methods())}
 CASES |= {f"hat, {name}": ("hat", {"technique": name, "epochs": 2}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
+CASES["foster"] = ("foster", {"epochs": 4, "compression": 1.0})  # a student that begins anew needs its time
 
 
 def new_learner(case: str, seed: int = 0) -> Learner:
@@ -32,7 +35,8 @@ def tasks_for(learner: Learner, stream: Stream) -> Iterator[Task]:
         yield stream.union(t) if learner.method.cumulative else task
 
 
-@pytest.fixture(scope="module", params=CASES)
+# A case's tests share one training, so one worker takes them all.
+@pytest.fixture(scope="module", params=[pytest.param(case, marks=pytest.mark.xdist_group(case)) for case in CASES])
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Annotated
 
@@ -45,7 +46,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], as_json: AsJson = False) -> None:
-    """Explain a method: its idea, its paper, and every option with its default.
+    """Explain a method: its idea, its paper, what it keeps and costs, and every option with its default.
 
     Example: `tpl describe tpl`
     """
@@ -62,15 +63,36 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
         for f in dataclasses.fields(found.config_class)
     ]
     if as_json:
-        about = {"name": found.name, "summary": found.summary, "paper": found.paper}
+        about = {
+            "name": found.name,
+            "summary": found.summary,
+            "paper": found.paper,
+            "keeps": found.keeps,
+            "cost": found.cost,
+        }
         print_json(about | {"options": fields})
         return
     out.print(f"[bold]{found.name}[/]: {found.summary}")
     if found.paper:
         out.print(found.paper, style="italic")
+    for title, text in (("Keeps", found.keeps), ("Cost", found.cost)):
+        if text:
+            out.print(f"[bold]{title}[/]: {text}")
     doc = sys.modules[found.__module__].__doc__ or ""
-    out.print("\n" + doc.strip() + "\n", highlight=False)
+    out.print("\n" + reflowed(doc) + "\n", highlight=False)
     table = Table("option", "default", "values", "what it does", box=None, header_style="bold")
     for field in fields:
         table.add_row(field["name"], str(field["default"]), ", ".join(field["choices"]), field["help"])
     out.print(table)
+
+
+def reflowed(text: str) -> str:
+    """Paragraphs as one line each, for a terminal of any width; what is indented or numbered keeps its lines."""
+    lines: list[str] = []
+    for line in text.strip().splitlines():
+        begins = not line or line.startswith(" ") or re.match(r"\d+\. ", line)
+        if begins or not lines or not lines[-1] or lines[-1].startswith(" "):
+            lines.append(line)
+        else:
+            lines[-1] += " " + line
+    return "\n".join(lines)

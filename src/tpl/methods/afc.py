@@ -115,6 +115,8 @@ class AFC(RehearsalMethod):
     name = "afc"
     summary = "features held still by their importance to old classes, proxy classifier, herded replay"
     paper = "Kang et al., Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation, CVPR 2022"  # noqa: E501
+    keeps = "herded images and an importance a channel"
+    cost = "new and remembered images, each through the network and a frozen copy; one pass an answer"
     config_class = AFCConfig
     config: AFCConfig
     network: ProxyNetwork

@@ -68,6 +68,8 @@ class AGEM(RehearsalMethod):
     name = "agem"
     summary = "A-GEM: fine-tuning whose gradients may not point against those of stored images"
     paper = "Chaudhry et al., Efficient Lifelong Learning with A-GEM, ICLR 2019"
+    keeps = "a class-balanced memory of images"
+    cost = "new and remembered images, a backward pass each; one pass an answer"
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train on the new images, watched over by the stored ones; then store some of the new."""

@@ -71,6 +71,8 @@ class APER(NetworkMethod):
         "Zhou et al., Revisiting Class-Incremental Learning with Pre-Trained Models: Generalizability and Adaptivity "
         "are All You Need, IJCV 2024"
     )
+    keeps = "a mean of plain and adapted features a class"
+    cost = "training on the first task alone, then two forward passes an image, once; two an answer"
     config_class = APERConfig
     config: APERConfig
 

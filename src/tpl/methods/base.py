@@ -38,6 +38,8 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""  # what is stored for later tasks, beside the network
+    cost: ClassVar[str] = ""  # of training and of an answer, in passes through the trunk
     config_class: ClassVar[type[Config]]
     cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
 

@@ -65,6 +65,8 @@ class BEEF(ExpansionMethod):
     paper = (
         "Wang et al., BEEF: Bi-Compatible Class-Incremental Learning via Energy-Based Expansion and Fusion, ICLR 2023"
     )
+    keeps = "a class-balanced memory, and an extractor a task"
+    cost = "new and remembered images, and four more passes for negatives; a pass an extractor and answer"
     config_class = BEEFConfig
     config: BEEFConfig
 

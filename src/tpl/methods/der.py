@@ -50,6 +50,8 @@ class DER(ExpansionMethod):
     name = "der"
     summary = "a new feature extractor for every task, one classifier over all, weights aligned, with replay"
     paper = "Yan et al., DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
+    keeps = "a class-balanced memory, and an extractor a task"
+    cost = "new and remembered images through every task's extractor; as many passes an answer"
     config_class = DERConfig
     config: DERConfig
 

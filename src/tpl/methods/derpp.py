@@ -79,6 +79,8 @@ class DERpp(NetworkMethod):
     name = "derpp"
     summary = "DER++: replay with labels and with the logits an image had when it was stored"
     paper = "Buzzega et al., Dark Experience for General Continual Learning, NeurIPS 2020"
+    keeps = "a reservoir of images with the logits they had"
+    cost = "new and remembered images; one pass an answer"
     config_class = DERppConfig
     config: DERppConfig
     memory: Reservoir

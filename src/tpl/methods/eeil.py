@@ -47,6 +47,8 @@ class EEIL(RehearsalMethod):
     name = "eeil"
     summary = "replay with distillation task by task, then fine-tuning on a class-balanced set"
     paper = "Castro et al., End-to-End Incremental Learning, ECCV 2018"
+    keeps = "a class-balanced memory of images"
+    cost = "as icarl, then a short training on a balanced set with a teacher; one pass an answer"
     config_class = EEILConfig
     config: EEILConfig
 

@@ -12,3 +12,5 @@ class FineTune(NetworkMethod):
 
     name = "finetune"
     summary = "plain fine-tuning on each new task; no protection, no memory (the lower bound)"
+    keeps = "the network alone"
+    cost = "one pass a training image and epoch; one an answer"

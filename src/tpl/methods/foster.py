@@ -68,6 +68,8 @@ class FOSTER(RehearsalMethod):
     name = "foster"
     summary = "a new extractor learns what the old network leaves over; both are then distilled into one, with replay"
     paper = "Wang et al., FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV 2022"
+    keeps = "a class-balanced memory of images"
+    cost = "boosting with two extractors, then a compression with three; one pass an answer"
     config_class = FOSTERConfig
     config: FOSTERConfig
 

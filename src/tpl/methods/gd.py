@@ -74,6 +74,8 @@ class GD(RehearsalMethod):
     name = "gd"
     summary = "replay with distillation from the old network and from a specialist of the new task"
     paper = "Lee et al., Overcoming Catastrophic Forgetting with Unlabeled Data in the Wild, ICCV 2019"
+    keeps = "a class-balanced memory of images"
+    cost = "a specialist first, then the network with two teachers, then its head; one pass an answer"
     config_class = GDConfig
     config: GDConfig
 

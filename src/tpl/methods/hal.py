@@ -121,6 +121,8 @@ class HAL(RehearsalMethod):
     name = "hal"
     summary = "HAL: replay, and a learned anchor image per class whose prediction must not move"
     paper = "Chaudhry et al., Using Hindsight to Anchor Past Knowledge in Continual Learning, AAAI 2021"
+    keeps = "a class-balanced memory and one learned image a class"
+    cost = "new, remembered and anchor images, the latter twice; anchors made after a task; one pass an answer"
     config_class = HALConfig
     config: HALConfig
 

@@ -82,6 +82,8 @@ class HAT(MemoryBank):
     name = "hat"
     summary = "task models under HAT masks without replay; an OOD detector (MSP) chooses the task"
     paper = "Serra et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
+    keeps = "a task's mask, norms, head, and what its detector needs"
+    cost = "one pass a training image and epoch; a pass a task and answer"
     config_class = HATConfig
     config: HATConfig
 

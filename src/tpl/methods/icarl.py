@@ -81,6 +81,8 @@ class ICaRL(RehearsalMethod):
     name = "icarl"
     summary = "replay with distillation of every old output; answers by the nearest mean of remembered images"
     paper = "Rebuffi et al., iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"
+    keeps = "herded images and their mean features"
+    cost = "new and remembered images, each through the network and a frozen copy; one pass an answer"
     config_class = ICaRLConfig
     config: ICaRLConfig
 

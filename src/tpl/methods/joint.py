@@ -17,6 +17,8 @@ class Joint(NetworkMethod):
 
     name = "joint"
     summary = "joint training on all data so far, anew at every stage (the upper bound, Non-CL)"
+    keeps = "nothing: it needs all data again at every stage"
+    cost = "every image of all tasks so far, anew at every stage; one pass an answer"
     cumulative = True
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:

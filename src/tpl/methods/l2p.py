@@ -117,6 +117,8 @@ class L2P(Method):
     name = "l2p"
     summary = "prompts from a shared pool, chosen by each image, in front of a frozen encoder; no replay"
     paper = "Wang et al., Learning to Prompt for Continual Learning, CVPR 2022"
+    keeps = "a pool of prompts"
+    cost = "two passes a training image and epoch; two an answer"
     config_class = L2PConfig
     config: L2PConfig
 

@@ -48,6 +48,8 @@ class MORE(ReplayBank):
     name = "more"
     summary = "task models under HAT masks with replay as an OOD class, heads updated back, times MD"
     paper = "Kim et al., A Multi-Head Model for Continual Learning via Out-of-Distribution Replay, CoLLAs 2022"
+    keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
+    cost = "as tpl, then all earlier heads on frozen features; a pass a task and answer"
     config_class = MOREConfig
     config: MOREConfig
 

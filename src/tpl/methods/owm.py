@@ -111,6 +111,8 @@ class OWM(NetworkMethod):
     name = "owm"
     summary = "gradients projected away from old tasks' inputs (orthogonal weight modification); no replay"
     paper = "Zeng et al., Continual learning of context-dependent processing in neural networks, Nature MI 2019"
+    keeps = "a projector for every trained layer"
+    cost = "one pass a training image and epoch, one more at the end; one an answer"
     config_class = OWMConfig
     config: OWMConfig
 

@@ -103,6 +103,8 @@ class PASS(NetworkMethod):
     name = "pass"
     summary = "rotations as classes, noisy prototypes of old classes, distilled features; no replay"
     paper = "Zhu et al., Prototype Augmentation and Self-Supervision for Incremental Learning, CVPR 2021"
+    keeps = "a mean feature a class"
+    cost = "four rotations, each through the network and a frozen copy; one pass an answer"
     config_class = PASSConfig
     config: PASSConfig
 

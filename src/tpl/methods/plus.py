@@ -53,6 +53,8 @@ class TPLPlus(TPL):
 
     name = "tpl-plus"
     summary = "TPL times a global ridge classifier on the encoder's own features, which also picks the tasks to ask"
+    keeps = "what tpl and ranpac keep"
+    cost = "as tpl, and one forward pass an image, once; a pass a task asked and answer, and one more"
     config_class = PlusConfig
     config: PlusConfig
     rescorable = TPL.rescorable | {"weight", "passes", "covered"}

@@ -37,6 +37,8 @@ class RanPAC(NetworkMethod):
     name = "ranpac"
     summary = "ridge regression on random projections of frozen features; one pass, no replay"
     paper = "McDonnell et al., RanPAC: Random Projections and Pre-trained Models for Continual Learning, NeurIPS 2023"
+    keeps = "a Gram matrix of random features and a sum a class"
+    cost = "one forward pass an image, once; one an answer"
     config_class = RanPACConfig
     config: RanPACConfig
 

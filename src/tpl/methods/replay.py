@@ -20,3 +20,5 @@ class Replay(RehearsalMethod):
 
     name = "replay"
     summary = "fine-tuning on each new task together with a memory of old images"
+    keeps = "a class-balanced memory of images"
+    cost = "as many remembered images as new ones: two passes; one an answer"

@@ -48,6 +48,8 @@ class ROW(ReplayBank):
     name = "row"
     summary = "task models under HAT masks; a head for classes and one for tasks, trained on replay, times MD"
     paper = "Kim et al., Learnability and Algorithm for Continual Learning, ICML 2023"
+    keeps = "a class-balanced memory; a task's mask, norms, three heads, means and covariance"
+    cost = "as tpl, then two heads a task on frozen features; a pass a task and answer"
     config_class = ROWConfig
     config: ROWConfig
 

@@ -95,6 +95,8 @@ class SLDA(Method):
     name = "slda"
     summary = "linear discriminant analysis of frozen features, exact in any order; one pass, no replay"
     paper = "Hayes and Kanan, Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis, CVPRW 2020"
+    keeps = "a mean a class and one covariance"
+    cost = "one forward pass an image, once; one an answer"
     config_class = SLDAConfig
     config: SLDAConfig
 

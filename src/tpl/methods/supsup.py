@@ -27,4 +27,6 @@ class SupSup(HAT):
     name = "supsup"
     summary = "a supermask over random adapters for every task; an OOD detector (MSP) chooses the task"
     paper = "Wortsman et al., Supermasks in Superposition, NeurIPS 2020"
+    keeps = "a task's supermask, norms, head, and what its detector needs"
+    cost = "one pass a training image and epoch; a pass a task and answer"
     config_class = SupSupConfig

@@ -48,6 +48,8 @@ class TPL(ReplayBank):
     name = "tpl"
     summary = "task models under HAT masks, told apart by a likelihood ratio (the paper's method)"
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
+    keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
+    cost = "as many remembered images as new ones: two passes; a pass a task and answer"
     config_class = TPLConfig
     config: TPLConfig
     # What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
