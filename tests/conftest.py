@@ -16,6 +16,7 @@ def _threads() -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # a worker a core
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers share the tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run on one worker, and share what the file prepares, unless they name a group of their own."""
     for item in items:

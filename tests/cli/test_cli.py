@@ -211,7 +211,7 @@ def test_ablate_measures_the_groups_it_is_asked_for(tiny: tuple[Path, Result], f
 
 
 def test_ablate_wants_a_run_of_tpl(joint_run: Path, fail: Callable[..., str]) -> None:
-    assert "only tpl has a score" in fail("ablate", joint_run)
+    assert "only tpl and tpl-plus have a score" in fail("ablate", joint_run)
 
 
 def test_demo_shows_three_methods(

@@ -67,7 +67,7 @@ def assert_recorded_is_plain(precision: str, networks: int, **options: Any) -> N
         train_a_little(r, precision, networks, **options) for r in (False, True)
     )
     assert all(math.isfinite(loss) for loss in recorded_loss)
-    assert plain_loss == pytest.approx(recorded_loss, rel=1e-3)
+    assert plain_loss == pytest.approx(recorded_loss, rel=5e-3 if precision == "bf16" else 1e-3)  # bf16 rounds by 4e-3
     for a, b in zip(plain, recorded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3 if precision == "bf16" else 1e-4)
 

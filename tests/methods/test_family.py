@@ -21,8 +21,8 @@ from torch import Tensor
 from tpl import Learner
 from tpl.engine import Event, Samples, choose_compute, silent
 from tpl.errors import TplError
-from tpl.methods import Method, find_method, learn_together, lessons, more, row
-from tpl.methods.bank import Bank, BankMethod, Outputs
+from tpl.methods import Method, find_method, learn_together, more, row
+from tpl.methods.bank import Bank, BankMethod, Outputs, lessons
 from tpl.methods.bank.heads import Heads
 from tpl.methods.hat import HAT
 from tpl.methods.more import MORE

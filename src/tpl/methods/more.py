@@ -7,7 +7,7 @@ of a head over its classes and `others`, times how close the feature is to the n
     P(class c of task j | x) ~ softmax(f_j(x) / 2)_c * max_c 20 / d_M(z_j, mu_c)
 
 The public code takes the features of every head from the first task's mask when it updates them; here head j sees the
-features of mask j. Its heads are trained by a fresh optimiser for every batch; here momentum lasts an update.
+features of mask j. Its heads are trained by a fresh optimiser for every batch, so without momentum, as here by default.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Compute, Samples
-from tpl.methods.bank import Outputs
+from tpl.methods.bank import MemoryConfig, Outputs
+from tpl.methods.bank.distance import DistanceBank
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register
 from tpl.nets import Encoder
-from tpl.scores import Mahalanobis
 from tpl.state import beginning_with
 from tpl.stream import Task
 
@@ -37,12 +36,15 @@ class MOREConfig(MemoryConfig):
 
     back_update_epochs: int = option(10, "passes in which earlier heads are trained on after each task", minimum=0)
     back_update_lr: float = option(0.01, "learning rate of that", above=0)
+    back_update_momentum: float = option(
+        0.0, "momentum of that; the public code's fresh optimiser for every batch comes to none", minimum=0
+    )
     back_update_batch: int = option(16, "images a step of that", minimum=1)
     temperature: float = option(2.0, "temperature of a head's softmax", above=0)
 
 
 @register
-class MORE(ReplayBank):
+class MORE(DistanceBank):
     """Heads with a class for others, kept up to date, times a Mahalanobis distance."""
 
     name = "more"
@@ -56,13 +58,12 @@ class MORE(ReplayBank):
     def __init__(self, encoder: Encoder, config: MOREConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.heads_: list[Heads] = []  # a task's own classes, then others
-        self.centres_: list[Mahalanobis] = []
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Keep the task's statistics, train the earlier heads on while its images are here, then fill the memory."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
-        self.centres_.append(Mahalanobis("auto").fit_features(*outputs, samples.labels))
+        self.centre_newest(outputs, samples)
         self.heads_.append(head_with_others(self.bank.tasks[newest], self.generator("others", newest)))
         if newest and self.config.back_update_epochs:
             self._update_back(newest, samples)
@@ -73,15 +74,13 @@ class MORE(ReplayBank):
         config, generator = self.config, self.generator("back-update", newest)
         some = torch.randperm(len(samples), generator=generator)[: max(len(self.memory), 1)]
         fresh = samples.pixels[some.to(samples.pixels.device)]
-        labels = self.memory.labels.to(self.compute.device)
-        owner = self.memory_tasks(self.task_classes_)
-        first = torch.tensor([self.classes_.index(names[0]) for names in self.task_classes_], device=labels.device)
+        owner, labels = self.remembered()
         for group in alike(self.heads_[:newest]):
             features, wanted = [], []
             for t in group:
                 others = self.bank.tasks[t].own
                 features.append(torch.cat([self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]))
-                own = torch.where(owner == t, labels - first[t], others)
+                own = torch.where(owner == t, labels, others)
                 wanted.append(torch.cat([own, torch.full((len(fresh),), others, device=own.device)]))
             data, truth = torch.stack(features), torch.stack(wanted)
             epochs = [
@@ -89,7 +88,9 @@ class MORE(ReplayBank):
                 for _ in range(config.back_update_epochs)
             ]
             start = joined([self.heads_[t] for t in group])
-            trained = fit_heads(start, data, truth, torch.cat(epochs), config.back_update_lr, config.momentum)
+            trained = fit_heads(
+                start, data, truth, torch.cat(epochs), config.back_update_lr, config.back_update_momentum
+            )
             for t, head in zip(group, trained.apart(), strict=True):
                 self.heads_[t] = head
 
@@ -101,34 +102,24 @@ class MORE(ReplayBank):
             answers.append(probabilities[:, : self.bank.tasks[t].own])
         return answers
 
-    def _closeness(self, outputs: list[Outputs]) -> Tensor:
-        """max_c 20 / d_M of every task, `[n, tasks]`."""
-        inverse = [centre.score_features(*seen) for centre, seen in zip(self.centres_, outputs, strict=True)]
-        return DISTANCE_SCALE * torch.stack(inverse, dim=1).sqrt()
-
     def task_scores(self, outputs: list[Outputs]) -> Tensor:
         """The largest answer of each task."""
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
-        return best * self._closeness(outputs)
+        return best * DISTANCE_SCALE * self.closeness(outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
         """Every head's answers times the task's closeness, scaled to add up."""
-        closeness = self._closeness(outputs)
+        closeness = DISTANCE_SCALE * self.closeness(outputs)
         raw = [within * closeness[:, t : t + 1] for t, within in enumerate(self._within(outputs))]
         return torch.cat(raw, dim=1).clamp_min(1e-300).log().log_softmax(dim=1)
 
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
-        """How close the feature is to the task's nearest class: no later task changes it."""
-        return self.centres_[task].score_features(*outputs)
-
     def task_state(self, task: int) -> dict[str, Tensor]:
         """The head as it is now, and the statistics."""
-        head = {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
-        return head | {f"score.{k}": v for k, v in self.centres_[task].state().items()}
+        return super().task_state(task) | {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
+        super().load_own_state(shared, tasks)
         self.heads_ = [Heads(**beginning_with("head.", own)) for own in tasks]
-        self.centres_ = [Mahalanobis("auto").load_state(beginning_with("score.", own)) for own in tasks]

@@ -19,16 +19,13 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Compute, Samples
-from tpl.methods.bank import Outputs
+from tpl.methods.bank import MemoryConfig, Outputs
+from tpl.methods.bank.distance import DistanceBank
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register
 from tpl.nets import Encoder
-from tpl.scores import Mahalanobis
 from tpl.state import beginning_with
 from tpl.stream import Task
-
-SHRINKAGE = 0.2
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class ROWConfig(MemoryConfig):
 
 
 @register
-class ROW(ReplayBank):
+class ROW(DistanceBank):
     """A head for classes, a head for tasks, and a Mahalanobis distance."""
 
     name = "row"
@@ -52,18 +49,18 @@ class ROW(ReplayBank):
     cost = "as tpl, then two heads a task on frozen features; a pass a task and answer"
     config_class = ROWConfig
     config: ROWConfig
+    shrinkage = 0.2
 
     def __init__(self, encoder: Encoder, config: ROWConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.class_heads_: list[Heads] = []
         self.task_heads_: list[Heads] = []
-        self.centres_: list[Mahalanobis] = []
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Statistics and both heads while the task's images are here, then the memory."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
-        self.centres_.append(Mahalanobis(SHRINKAGE).fit_features(*outputs, samples.labels))
+        self.centre_newest(outputs, samples)
         head = head_with_others(self.bank.tasks[newest], self.generator("others", newest))
         self.class_heads_.append(self._tuned(head, outputs.features, samples.labels) if newest else head)
         self.task_heads_.append(head)
@@ -83,10 +80,8 @@ class ROW(ReplayBank):
         config, generator = self.config, self.generator("task heads", newest)
         some = self._like_the_memory(samples, generator)
         fresh = samples.pixels[some.to(samples.pixels.device)]
-        classes = self.memory.labels.to(self.compute.device)
-        owner = self.memory_tasks(self.task_classes_)
-        first = torch.tensor([self.classes_.index(names[0]) for names in self.task_classes_], device=classes.device)
-        own_labels = torch.cat([classes - first[owner], samples.labels[some.to(samples.labels.device)]])
+        owner, own_labels = self.remembered()
+        own_labels = torch.cat([own_labels, samples.labels[some.to(samples.labels.device)]])
         owner = torch.cat([owner, torch.full((len(some),), newest, device=owner.device)])
         remembered = self.memory.pixels(self.preprocess, self.compute.device)
         for group in alike(self.task_heads_):
@@ -131,21 +126,20 @@ class ROW(ReplayBank):
         ]
         return torch.cat(parts, dim=1).unsqueeze(1)
 
-    def _closeness(self, outputs: list[Outputs]) -> Tensor:
-        """MD of every task, as a share of all tasks', `[n, tasks]`."""
-        inverse = [centre.score_features(*seen) for centre, seen in zip(self.centres_, outputs, strict=True)]
-        closeness = torch.stack(inverse, dim=1).sqrt()
+    def closeness(self, outputs: list[Outputs]) -> Tensor:
+        """As a share of all tasks'."""
+        closeness = super().closeness(outputs)
         return closeness / closeness.sum(dim=1, keepdim=True)
 
     def task_scores(self, outputs: list[Outputs]) -> Tensor:
         """How sure the head for tasks is that an image is the task's, times the share of MD."""
         if len(outputs) == 1:  # nobody to tell it from
-            return self._closeness(outputs)
+            return self.closeness(outputs)
         sure = []
         for t, (head, seen) in enumerate(zip(self.task_heads_, outputs, strict=True)):
             answer = (head.logits(seen.features.unsqueeze(0))[0] / self.config.temperature).softmax(dim=1)
             sure.append(answer[:, : self.bank.tasks[t].own].amax(dim=1))
-        return torch.stack(sure, dim=1) * self._closeness(outputs)
+        return torch.stack(sure, dim=1) * self.closeness(outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
@@ -159,18 +153,14 @@ class ROW(ReplayBank):
             answers.append(within + scores[:, t : t + 1].clamp_min(1e-300).log())
         return torch.cat(answers, dim=1).log_softmax(dim=1)
 
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
-        """How close the feature is to the task's nearest class: no later task changes it."""
-        return self.centres_[task].score_features(*outputs)
-
     def task_state(self, task: int) -> dict[str, Tensor]:
         """Both heads as they are now, and the statistics."""
         both = {"class_head": self.class_heads_[task], "task_head": self.task_heads_[task]}
         heads = {f"{name}.{k}": v for name, head in both.items() for k, v in head._asdict().items()}
-        return heads | {f"score.{k}": v for k, v in self.centres_[task].state().items()}
+        return super().task_state(task) | heads
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
+        super().load_own_state(shared, tasks)
         self.class_heads_ = [Heads(**beginning_with("class_head.", own)) for own in tasks]
         self.task_heads_ = [Heads(**beginning_with("task_head.", own)) for own in tasks]
-        self.centres_ = [Mahalanobis(SHRINKAGE).load_state(beginning_with("score.", own)) for own in tasks]

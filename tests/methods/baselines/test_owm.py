@@ -81,7 +81,7 @@ def test_a_step_leaves_old_mean_inputs_alone(learned: Learner, small_stream: Str
     method = learned.method
     assert isinstance(method, OWM)
     old = method.mean_inputs(learned.prepare(small_stream[0].train))
-    images = method.normalise(learned.prepare(small_stream[1].train)[::6])
+    images = method.normalise(learned.prepare(small_stream[1].train)[::4])
     labels, nothing = torch.tensor([[0, 1] * 4]), torch.zeros(())
     objective = ProjectedCrossEntropy(method.network, method.projectors, clip=1e9)
     method.network.zero_grad()

@@ -1,4 +1,4 @@
-"""On a GPU the steps of the replay methods are recorded and replayed; the answers must be those of plain steps."""
+"""On a GPU every method's steps are recorded and replayed; the answers must be those of plain steps."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import pytest
 import torch
 
 from tpl import Learner
+from tpl.methods import load_methods
 from tpl.stream import Stream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("method", ["agem", "derpp", "hal"])
+OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 10, "lr": 0.02, "memory": 12}
+
+
+@pytest.mark.parametrize("method", sorted(load_methods()))
 def test_recorded_steps_are_plain_steps(method: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 10, "lr": 0.02, "memory": 12}
+    known = load_methods()[method].config_class.__dataclass_fields__
+    options = {name: value for name, value in OPTIONS.items() if name in known}
     answers = []
     for recorded in (True, False):
         if not recorded:  # (the package's `train` is the function, so the module is asked for by name)
             monkeypatch.setattr(sys.modules["tpl.engine.train"], "RecordedStep", lambda plain: plain)
         learner = Learner(method, device="cuda", precision="fp32", **options)
-        for task in small_stream:
-            learner.learn(task)
+        for t, task in enumerate(small_stream):
+            learner.learn(small_stream.union(t) if learner.method.cumulative else task)
         answers.append(torch.cat([learner.log_probabilities(task.test) for task in small_stream if task.test]))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-2, atol=1e-2)
