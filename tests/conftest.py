@@ -10,18 +10,12 @@ import torch
 
 from tpl.stream import ArrayImages, Stream, Task
 
+pytest.register_assert_rewrite("common_checks")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # a worker a core
-
-
-@pytest.hookimpl(tryfirst=True)  # before the workers share the tests out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file run on one worker, and share what the file prepares, unless they name a group of their own."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 def blobs(classes: list[int], per_class: int, seed: int) -> ArrayImages:

@@ -243,7 +243,7 @@ def test_demo_shows_three_methods(
 
 
 def test_unknown_names_list_the_known_ones(fail: Callable[..., str], fail_run: Callable[..., str]) -> None:
-    assert "finetune, hat, joint" in fail_run("--method", "nonsense")
+    assert "eeil, finetune, foster" in fail_run("--method", "nonsense")
     assert "eeil, finetune, foster" in fail("describe", "nonsense")
     assert "digits-5t" in fail("run", "nonsense")
     message = fail_run("--encoder", "vit_nonsense")

@@ -79,3 +79,24 @@ def test_impossible_choices_are_explained() -> None:
         Learner("tpl-plus", device="cpu", passes="some")
     with pytest.raises(TplError, match="needs passes=all"):
         Learner("tpl-plus", device="cpu", passes="auto", calibration="probability")
+
+
+def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None:
+    learner = Learner("tpl-plus", device="cpu", sees="first", **(OPTIONS | {"epochs": 1}))
+    for task in small_stream[:2]:
+        learner.learn(task)
+    method = learner.method
+    assert isinstance(method, TPLPlus)
+    assert small_stream[1].test is not None
+    pixels = method.preprocess.batch(small_stream[1].test)
+    common = method.common_features(pixels)
+    dim = method.encoder.dim
+    torch.testing.assert_close(common[:, :dim], method.encoder_features(pixels))
+    torch.testing.assert_close(common[:, dim:], method.outputs_of(0, pixels).features)
+    everyone = method.log_probabilities(pixels)
+    method.rescore(passes="2")  # what the expert saw of the first task's model serves that task's answer
+    torch.testing.assert_close(method.log_probabilities(pixels), everyone)
+    learner.remove("class 0")
+    with pytest.raises(TplError, match="that task's last class cannot go"):
+        learner.remove("class 1")
+    assert learner.classes_ == ["class 1", "class 2", "class 3"]

@@ -34,7 +34,11 @@ Compile = Annotated[str, typer.Option(help="auto, on or off: compile the network
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; auto takes the first GPU if there is one.")]
+DataOfRun = Annotated[
+    Path | None, typer.Option("--data", help="Where the images are, as in the run; needed the first time only.")
+]
 Download = Annotated[bool, typer.Option(help="Download the data set if it is not there.")]
+EncoderName = Annotated[str, typer.Option("--encoder", help="compact (in the package) or any ViT/DeiT of timm.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, as `tpl learn` makes it.")]
 Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
@@ -88,8 +92,13 @@ def method_names(text: str) -> list[str]:
     return _names(text, "Methods", "tpl,more")
 
 
+def separate(text: str) -> list[str]:
+    """What commas join."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _names(text: str, what: str, example: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = separate(text)
     if not names or len(set(names)) < len(names):
         raise TplError(f"{what} are joined by commas, each named once, such as {example}.")
     return names

@@ -13,8 +13,10 @@ from tpl.cli.app import (
     AsJson,
     Compile,
     Data,
+    DataOfRun,
     Device,
     Download,
+    EncoderName,
     Epochs,
     Latent,
     Memory,
@@ -30,6 +32,7 @@ from tpl.cli.app import (
     out,
     overrides,
     print_json,
+    separate,
 )
 from tpl.errors import TplError
 
@@ -74,7 +77,7 @@ def run(
         str,
         typer.Option(help="One of `tpl list`. Several, joined by commas, train once what they have in common."),
     ] = "tpl",
-    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = "compact",
+    encoder: EncoderName = "compact",
     weights: Weights = None,
     data: Data = None,
     download: Download = False,
@@ -190,9 +193,7 @@ def ablate(
             help="Which variants: compose, terms, beta, gamma, k, memory; of tpl-plus also expert, passes.",
         ),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Where the images are, as in the run; needed the first time only.")
-    ] = None,
+    data: DataOfRun = None,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -213,8 +214,7 @@ def ablate(
     """
     from tpl.bench.ablate import ablate as run_ablation
 
-    groups = [group.strip() for group in (only or "").split(",") if group.strip()]
-    rows = run_ablation(run_directory, data, weights, device, groups)
+    rows = run_ablation(run_directory, data, weights, device, separate(only or ""))
     if as_json:
         print_json({"run": str(run_directory), "variants": rows})
         return

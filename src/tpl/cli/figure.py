@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tpl.cli.app import AsJson, Device, Weights, app, out, print_json
+from tpl.cli.app import AsJson, DataOfRun, Device, Weights, app, out, print_json
 from tpl.errors import TplError
 
 figure = typer.Typer(
@@ -31,9 +31,7 @@ def densities(
     file: Annotated[
         Path | None, typer.Option("--out", help="The picture, .png or .svg; by default RUN/densities.png.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Where the images are, as in the run; needed the first time only.")
-    ] = None,
+    data: DataOfRun = None,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json
+from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json, separate
 from tpl.cli.model_plan import (
     MEMORY,
     OPTIONS,
@@ -113,7 +113,7 @@ def learn(
     known = _known_classes(store, wish)
     given = labelled_images(place, data, download)
     if classes is not None:
-        given = given.only([part.strip() for part in classes.split(",") if part.strip()])
+        given = given.only(separate(classes))
     _check_classes(given, known, update, model)
     before = _header_text(store)
     try:

@@ -15,6 +15,7 @@ from tpl.cli.app import (
     Data,
     Device,
     Download,
+    EncoderName,
     Epochs,
     Latent,
     Memory,
@@ -29,13 +30,14 @@ from tpl.cli.app import (
     out,
     overrides,
     print_json,
+    separate,
 )
 
 
 @app.command("ood-study")
 def ood_study(
     benchmark: Annotated[str, typer.Argument(help="One of `tpl list`.")],
-    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = "compact",
+    encoder: EncoderName = "compact",
     weights: Weights = None,
     data: Data = None,
     download: Download = False,
@@ -75,7 +77,7 @@ def ood_study(
     from tpl.console import RunProgress
     from tpl.report.correlation import draw_correlation
 
-    names = [name.strip() for name in detectors.split(",") if name.strip()] if detectors else list(ALL)
+    names = separate(detectors) if detectors else list(ALL)
     place = directory or Path("runs") / f"ood-study-{benchmark}"
     spec = RunSpec(
         benchmark,

@@ -1,7 +1,7 @@
 """The contract of a method: a way of learning a stream of tasks.
 
 A method is one file in this folder: a `Config` and a `Method` with `@register`. It then shows in
-`tpl list`, runs in benchmarks, and inherits the common checks in `tests/methods/test_common.py`.
+`tpl list`, runs in benchmarks, and inherits the common checks in `tests/common_checks.py`.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ NEVER = -1e4  # log-probability of a class whose task was not asked: below any o
 class PlusConfig(TPLConfig):
     """TPL's options, and those of the global expert."""
 
+    sees: str = option(
+        "encoder",
+        "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
+        ("encoder", "first"),
+    )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
     weight: float = option(1.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
@@ -66,17 +71,21 @@ class TPLPlus(TPL):
     def conclude(self, task: Task, samples: Samples) -> None:
         """As TPL; and the expert takes up the task."""
         super().conclude(task, samples)
+        seen = self.common_features(samples.pixels)
         if self.expert is None:
             width = self.config.width or features_for(len(samples))
-            self.expert = RandomRidge.drawn(self.encoder.dim, width, self.generator("projection"), self.compute.device)
-        numbers = samples.labels + len(self.classes_)
-        self.expert.learn(self.common_features(samples.pixels), numbers, self.generator("held out"))
+            self.expert = RandomRidge.drawn(seen.shape[1], width, self.generator("projection"), self.compute.device)
+        self.expert.learn(seen, samples.labels + len(self.classes_), self.generator("held out"))
 
     # Answers
 
     def common_features(self, pixels: Tensor) -> Tensor:
-        """What the encoder itself sees: no task changes it."""
-        return self.encoder_features(pixels)
+        """What the encoder itself sees, and the first task's model, if the expert is to know: no task changes it."""
+        plain = self.encoder_features(pixels)
+        return plain if self.config.sees == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
+
+    def _first(self, pixels: Tensor) -> Tensor:
+        return self.bank.outputs(pixels, 0).features
 
     def expert_says(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from the encoder's own features."""
@@ -108,11 +117,18 @@ class TPLPlus(TPL):
         for t, model in enumerate(self.bank.tasks):
             rows = torch.nonzero(asked[:, t]).squeeze(1)
             if len(rows):
-                seen = self.outputs_of(t, pixels[rows.to(pixels.device)])
+                seen = self._asked(t, rows, pixels, common)
                 scores[rows, t] = self.scores_[t].score_features(*seen)
                 within[rows, first : first + model.own] = within_tasks([seen])
             first += model.own
         return self._of_some(within, scores, says)
+
+    def _asked(self, task: int, rows: Tensor, pixels: Tensor, common: Tensor) -> Outputs:
+        """What a task's model says of some rows; what the expert has seen of it already is not computed again."""
+        if task == 0 and self.config.sees == "first":
+            features = common[rows, self.encoder.dim :]
+            return Outputs(features, self.bank.logits(features, 0))
+        return self.outputs_of(task, pixels[rows.to(pixels.device)])
 
     def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
         """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
@@ -153,6 +169,8 @@ class TPLPlus(TPL):
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""
         assert self.expert is not None
+        if self.config.sees == "first" and task == 0 and self.bank.tasks[0].own == 1:
+            raise TplError("The expert sees images through the first task's model: that task's last class cannot go.")
         self.expert.forget(number)
         super().remove_class(task, own, number)
 
