@@ -20,7 +20,7 @@ OPTIONS = {"latent": 8, "epochs": 1, "memory": 20}
 def specs(**changes: object) -> list[RunSpec]:
     orders = ("natural", "random:1")
     return [
-        RunSpec("digits-5t", order=o, tasks=3, validation=0.5, options=OPTIONS, device="cpu", **changes) for o in orders
+        RunSpec("digits-5t", order=o, tasks=2, validation=0.5, options=OPTIONS, device="cpu", **changes) for o in orders
     ]  # type: ignore[arg-type]
 
 
@@ -37,8 +37,8 @@ def test_runs_side_by_side_give_the_numbers_of_runs_alone(
     folder, _ = side_by_side
     for i, spec in enumerate(specs()):
         alone = execute(spec, tmp_path / str(i))
-        stages = [json.loads((folder / str(i) / "stages" / f"{t:03d}.json").read_text()) for t in range(3)]
-        assert [stage["together"] for stage in stages] == [2, 2, 2]
+        stages = [json.loads((folder / str(i) / "stages" / f"{t:03d}.json").read_text()) for t in range(2)]
+        assert [stage["together"] for stage in stages] == [2, 2]
         for kind in ("cil", "til", "tp"):
             for t, stage in enumerate(stages):
                 np.testing.assert_allclose(stage[kind], alone.matrices[kind][t, : t + 1], atol=0.03)
@@ -54,10 +54,10 @@ def test_runs_side_by_side_give_the_numbers_of_runs_alone(
 def test_one_listener_hears_the_first_run(side_by_side: tuple[Path, list[Event]]) -> None:
     folder, events = side_by_side
     assert [e.data["directory"] for e in events if e.kind == "run"] == [str(folder / "0")]
-    assert len([e for e in events if e.kind == "stage"]) == 3
+    assert len([e for e in events if e.kind == "stage"]) == 2
     for i in "01":
         kinds = [json.loads(line)["kind"] for line in (folder / i / "events.jsonl").read_text().splitlines()]
-        assert kinds.count("stage") == 3 and kinds.count("trained") == 3
+        assert kinds.count("stage") == 2 and kinds.count("trained") == 2
 
 
 def test_finished_runs_are_read_and_unequal_ones_take_turns(
@@ -70,7 +70,7 @@ def test_finished_runs_are_read_and_unequal_ones_take_turns(
 
 
 def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> None:
-    bad = [specs()[0], RunSpec("digits-5t", tasks=3, validation=0.5, options=OPTIONS | {"lr": 1e30}, device="cpu")]
+    bad = [specs()[0], RunSpec("digits-5t", tasks=2, validation=0.5, options=OPTIONS | {"lr": 1e30}, device="cpu")]
     places = [tmp_path / "good", tmp_path / "bad"]
     with pytest.raises(TplError, match="learning rate"):
         execute_together(bad, places)
