@@ -20,6 +20,10 @@ OPTIONS |= {"balanced_epochs": 1, "anchor_steps": 3, "fusion_epochs": 5, "negati
 CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in sorted(load_methods())}
 CASES |= {f"hat, {name}": ("hat", {"technique": name, "epochs": 2}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
+# From scratch, more and smaller steps are worth more than passes.
+CASES |= {
+    f"resnet18, {name}": (name, {"encoder": "resnet18:8", "batch_size": 4, "epochs": 2}) for name in ("tpl", "hat")
+}
 CASES["foster"] = ("foster", {"epochs": 4, "compression": 1.0})  # a student that begins anew needs its time
 
 
