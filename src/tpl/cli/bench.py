@@ -74,7 +74,10 @@ def run(
         str,
         typer.Option(help="One of `tpl list`. Several, joined by commas, train once what they have in common."),
     ] = "tpl",
-    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = "compact",
+    encoder: Annotated[
+        str,
+        typer.Option(help="compact (ships with the package), any ViT/DeiT of timm, or resnet18: from scratch."),
+    ] = "compact",
     weights: Weights = None,
     data: Data = None,
     download: Download = False,
@@ -125,6 +128,8 @@ def run(
     `tpl run digits-5t --method tpl,more,row,hat`
 
     `tpl run folder --data photos/ --per-task 3 --validation 0.2`
+
+    `tpl run c100-10t --encoder resnet18:128 --data cifar100/ --method tpl,more,row`
 
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
     """

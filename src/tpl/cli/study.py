@@ -35,7 +35,10 @@ from tpl.cli.app import (
 @app.command("ood-study")
 def ood_study(
     benchmark: Annotated[str, typer.Argument(help="One of `tpl list`.")],
-    encoder: Annotated[str, typer.Option(help="compact (ships with the package) or any ViT/DeiT of timm.")] = "compact",
+    encoder: Annotated[
+        str,
+        typer.Option(help="compact (ships with the package), any ViT/DeiT of timm, or resnet18: from scratch."),
+    ] = "compact",
     weights: Weights = None,
     data: Data = None,
     download: Download = False,

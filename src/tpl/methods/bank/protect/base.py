@@ -22,7 +22,7 @@ from tpl.nets import Trainable, Weights
 class ProtectConfig(Config):
     """The network a task is learned in, and how tasks are kept apart."""
 
-    latent: int = option(64, "hidden units of an adapter", minimum=1)
+    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
     protect: str = option(
         "hat", "hat: weights of used units stand still; supsup: random weights, a supermask each", ("hat", "supsup")
     )
