@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,8 @@ def test_what_this_program_lacks() -> None:
     assert obstacle(row()) is None
     assert obstacle(row("encoders/vit-tiny/average")) is None
     assert obstacle(row("main/tpl/c10-5t")) == "no encoder deit_small_611"
+    assert obstacle(row("resnet18/tpl/c100-10t")) is None
+    assert obstacle(row("resnet18/der/c100-10t")) == "no der without pre-training"
     assert obstacle(Row("x", "x", "x", "tpl", ENCODER, "nonsense", {})) == "no benchmark nonsense"
     assert obstacle(Row("x", "x", "x", "nonsense", ENCODER, "c10-5t", {})) == "no method nonsense"
     strange = Row("x", "x", "x", "tpl", ENCODER, "c10-5t", {}, {"nonsense": 1})
@@ -304,3 +307,14 @@ def test_each_run_is_made_once_whatever_rows_need_it(tmp_path: Path, monkeypatch
     assert run_rows([], Settings(tmp_path), lambda event: None) == []
     with pytest.raises(TplError, match="named twice"):
         run_rows(rows, Settings(tmp_path, orders=("natural", "natural")), lambda event: None)
+
+
+def test_rows_without_pre_training_take_settings_of_their_own_and_no_weight_file(tmp_path: Path) -> None:
+    (specs,) = plan(row("resnet18/tpl/c100-10t"), Settings(tmp_path, weights=tmp_path))
+    options = specs[0].all_options()
+    assert specs[0].weights is None
+    assert (options["augment"], options["schedule"], options["lr"]) == ("crop", "cosine", 0.05)
+    assert options["memory"] == 2000 and options["batch_size"] == 64  # as everywhere else
+    given = replace(specs[0], options={"lr": 0.1}).all_options()
+    assert (given["lr"], given["augment"]) == (0.1, "crop")
+    assert replace(specs[0], encoder="compact").all_options()["augment"] == "none"

@@ -131,6 +131,7 @@ def test_describe_explains_every_option(method: str) -> None:
         assert not option["choices"] or option["default"] in option["choices"]
     text = call("describe", method).stdout
     assert all(name in text for name in options)
+    assert about["from_scratch"] == ("from scratch" in text.split("option")[0]) == load_methods()[method].from_scratch
 
 
 # Runs

@@ -54,6 +54,57 @@ def test_half_of_the_images_are_mirrored_and_every_one_still_comes_once() -> Non
     assert 230 < turned < 370 and len(seen) == 600
 
 
+def test_a_crop_is_the_image_moved_inside_a_black_margin() -> None:
+    """Against torch's own padding, for every image of an epoch; all moves happen, mirrored or not."""
+    pixels = torch.randint(1, 256, (300, 3, 16, 16), generator=generator(), dtype=torch.uint8)
+    new, replay = Samples(pixels[:200], torch.arange(200)), Samples(pixels[200:], torch.arange(200, 300))
+    feed = Feed([Batches(new, replay, 60, generator(), numbers=3, crop=True)])
+    padded, moves = torch.nn.functional.pad(pixels, (2, 2, 2, 2)), list[tuple[int, int, bool]]()
+    for inputs in feed.epoch():
+        images, labels = feed.gather(*inputs)
+        for image, label in zip(images, labels[0].tolist(), strict=True):
+            found = [
+                (y, x, turned)
+                for turned in (False, True)
+                for y in range(5)
+                for x in range(5)
+                if torch.equal(image, (padded[label].flip(-1) if turned else padded[label])[:, y : y + 16, x : x + 16])
+            ]
+            assert len(found) == 1
+            moves += found
+    assert len(moves) == 400 and len(set(moves)) == 50  # eight of each on average
+
+
+def test_the_objective_sees_none_of_the_numbers_that_move_images() -> None:
+    seen = list[torch.Tensor]()
+
+    class Listening(Quadratic):
+        def losses(self, images: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            seen.append(rest[1])
+            return super().losses(images, labels, *rest)
+
+    listening = Listening()
+    batches = Batches(samples(5, 0), None, 2, generator(), numbers=3, crop=True)
+    optimiser = GatedSGD([listening.weight], lr=0.1)
+    train(listening, optimiser, [batches], Recipe(epochs=1, batch_size=2), float_of, [silent])
+    assert [draws.shape for draws in seen] == [(1, 3)] * 3
+
+
+def test_whole_batches_are_filled_up_with_samples_that_count() -> None:
+    feed = Feed([Batches(samples(10, 0), samples(3, 100), 4, generator(), whole=True)], full=True)
+    assert feed.steps == 3 and feed.images == 24
+    labels = [feed.gather(*inputs)[1][0] for inputs in feed.epoch()]
+    assert [len(own) for own in labels] == [8, 8, 8]
+    new = torch.cat([own[:4] for own in labels])
+    assert sorted(new[:10].tolist()) == list(range(10)) and set(new[10:].tolist()) <= set(range(10))
+    few = Feed([Batches(samples(3, 0), None, 64, generator(), whole=True)], full=True)
+    assert [sorted(feed_labels(few, inputs)) for inputs in few.epoch()] == [[0, 1, 2]]
+
+
+def feed_labels(feed: Feed, inputs: tuple[torch.Tensor, ...]) -> list[int]:
+    return feed.gather(*inputs)[1][0].tolist()
+
+
 def test_empty_memory_is_no_replay() -> None:
     feed = Feed([Batches(samples(5, 0), samples(0, 0), 2, generator())])
     assert [feed.gather(*inputs)[1].shape[1] for inputs in feed.epoch()] == [2, 2, 1]

@@ -11,6 +11,10 @@ from tpl.methods.bank.techniques import TECHNIQUES
 CASES: dict[str, Case] = {name: (name, {}) for name in FAMILY}
 CASES |= {f"hat, {name}": ("hat", {"technique": name, "epochs": 2}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
+# From scratch, more and smaller steps are worth more than passes.
+CASES |= {
+    f"resnet18, {name}": (name, {"encoder": "resnet18:8", "batch_size": 4, "epochs": 2}) for name in ("tpl", "hat")
+}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)

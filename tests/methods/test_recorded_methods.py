@@ -18,15 +18,21 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 10, "lr": 0.02, "memory": 12}
 
 
-@pytest.mark.parametrize("method", sorted(load_methods()))
-def test_recorded_steps_are_plain_steps(method: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+CASES = [(method, "compact") for method in sorted(load_methods())]
+CASES += [(name, "resnet18:8") for name, method in sorted(load_methods().items()) if method.from_scratch]
+
+
+@pytest.mark.parametrize(("method", "encoder"), CASES)
+def test_recorded_steps_are_plain_steps(
+    method: str, encoder: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = load_methods()[method].config_class.__dataclass_fields__
     options = {name: value for name, value in OPTIONS.items() if name in known}
     answers = []
     for recorded in (True, False):
         if not recorded:  # (the package's `train` is the function, so the module is asked for by name)
             monkeypatch.setattr(sys.modules["tpl.engine.train"], "RecordedStep", lambda plain: plain)
-        learner = Learner(method, device="cuda", precision="fp32", **options)
+        learner = Learner(method, encoder, device="cuda", precision="fp32", **options)
         for t, task in enumerate(small_stream):
             learner.learn(small_stream.union(t) if learner.method.cumulative else task)
         answers.append(torch.cat([learner.log_probabilities(task.test) for task in small_stream if task.test]))

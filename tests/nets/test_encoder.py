@@ -6,14 +6,14 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
-from tpl.nets import AdapterStack, Encoder, create_encoder
+from tpl.nets import AdapterStack, ViTEncoder, create_encoder
 from tpl.nets.encoder import hash_tensors
 
 
-def tiny_vit() -> Encoder:
+def tiny_vit() -> ViTEncoder:
     torch.manual_seed(0)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0)
-    return Encoder(vit, "tiny", "0" * 64, resolve_data_config(model=vit))
+    return ViTEncoder(vit, "tiny", "0" * 64, resolve_data_config(model=vit))
 
 
 def test_closed_masks_equal_timms_forward_bit_for_bit() -> None:

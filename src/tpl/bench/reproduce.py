@@ -37,6 +37,10 @@ class Settings:
 
     def weights_of(self, encoder: str) -> Path | None:
         """The weight file of one encoder; rows of several encoders find theirs in one folder."""
+        from tpl.nets import is_resnet
+
+        if is_resnet(encoder):
+            return None
         if self.weights is None or not self.weights.is_dir():
             return self.weights
         return self.weights / f"{encoder}.safetensors"
@@ -46,7 +50,7 @@ def obstacle(row: Row) -> str | None:
     """What this program lacks to run a row, or None if it can."""
     from tpl.bench.benchmarks import BENCHMARKS
     from tpl.methods import load_methods
-    from tpl.nets import ENCODERS
+    from tpl.nets import ENCODERS, is_resnet
 
     methods = load_methods()
     for part in row.parts():
@@ -56,6 +60,8 @@ def obstacle(row: Row) -> str | None:
         return f"no method {row.method}"
     if row.encoder not in ENCODERS:
         return f"no encoder {row.encoder}"
+    if is_resnet(row.encoder) and not methods[row.method].from_scratch:
+        return f"no {row.method} without pre-training"
     known = {f.name for f in dataclasses.fields(methods[row.method].config_class)}
     unknown = [name for name in row.options if name not in known]
     return f"no option {', '.join(unknown)} of {row.method}" if unknown else None

@@ -29,6 +29,7 @@ from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method, learn_together
 from tpl.methods.bank import BankMethod
+from tpl.nets import is_resnet
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, replace_text
 from tpl.stream import Stream, Task, fingerprint
@@ -64,11 +65,12 @@ class RunSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def all_options(self) -> dict[str, Any]:
-        """The benchmark's options for this method, overridden by those given."""
+        """The benchmark's options for this method and encoder, overridden by those given."""
         config = find_method(self.method).config_class
         fields = {f.name for f in dataclasses.fields(config)}
         benchmark = self._benchmark()
-        prescribed = benchmark.options | benchmark.by_method.get(self.method, {})
+        scratch = benchmark.from_scratch if is_resnet(self.encoder) else {}
+        prescribed = benchmark.options | benchmark.by_method.get(self.method, {}) | scratch
         merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
         if merged.get("memory") == SMALL:
             merged["memory"] = benchmark.smaller_memory()

@@ -69,6 +69,7 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
             "paper": found.paper,
             "keeps": found.keeps,
             "cost": found.cost,
+            "from_scratch": found.from_scratch,
         }
         print_json(about | {"options": fields})
         return
@@ -78,6 +79,8 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
     for title, text in (("Keeps", found.keeps), ("Cost", found.cost)):
         if text:
             out.print(f"[bold]{title}[/]: {text}")
+    if found.from_scratch:
+        out.print("[bold]Encoder[/]: pre-trained ones, or resnet18 from scratch")
     doc = sys.modules[found.__module__].__doc__ or ""
     out.print("\n" + reflowed(doc) + "\n", highlight=False)
     table = Table("option", "default", "values", "what it does", box=None, header_style="bold")

@@ -38,7 +38,10 @@ DataOfRun = Annotated[
     Path | None, typer.Option("--data", help="Where the images are, as in the run; needed the first time only.")
 ]
 Download = Annotated[bool, typer.Option(help="Download the data set if it is not there.")]
-EncoderName = Annotated[str, typer.Option("--encoder", help="compact (in the package) or any ViT/DeiT of timm.")]
+EncoderName = Annotated[
+    str,
+    typer.Option("--encoder", help="compact (in the package), any ViT/DeiT of timm, or resnet18: from scratch."),
+]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, as `tpl learn` makes it.")]
 Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]

@@ -129,6 +129,8 @@ def run(
 
     `tpl run folder --data photos/ --per-task 3 --validation 0.2`
 
+    `tpl run c100-10t --encoder resnet18:128 --data cifar100/ --method tpl,more,row`
+
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
     """
     from tpl.bench.results import RunResult

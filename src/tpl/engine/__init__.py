@@ -6,7 +6,7 @@ from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import Inference
 from tpl.engine.optim import GatedSGD
 from tpl.engine.steps import Objective, RecordedStep, Step
-from tpl.engine.train import Recipe, train
+from tpl.engine.train import Recipe, batches_of_images, train
 
 __all__ = [
     "IGNORED",
@@ -22,6 +22,7 @@ __all__ = [
     "RecordedStep",
     "Samples",
     "Step",
+    "batches_of_images",
     "choose_compute",
     "silent",
     "train",

@@ -17,6 +17,7 @@ IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's
 # of row i; row -1 is no sample.
 Inputs = tuple[Tensor, ...]
 DRAWS = 2  # where the random numbers are among them
+MARGIN = 8  # a crop is moved by up to this part of the side: 4 pixels of 32
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Batches:
     """Shuffled batches of new samples, each joined by as many replayed ones.
 
     Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes. With `mirror`,
-    every image is turned left to right half of the time. A step comes with `numbers` random numbers in [0, 1).
+    every image is turned left to right half of the time; with `crop`, it is also moved by a few pixels each way, and
+    black comes in from the edge. `whole` fills an epoch's last batch up with samples of the epoch, drawn by lot: for
+    networks that look at a batch as a whole. A step comes with `numbers` random numbers in [0, 1).
     """
 
     def __init__(
@@ -54,9 +57,14 @@ class Batches:
         generator: torch.Generator,
         mirror: bool = False,
         numbers: int = 0,
+        crop: bool = False,
+        whole: bool = False,
     ) -> None:
         self.new, self.replay = new, replay if replay is not None and len(replay) else None
-        self.batch_size, self.generator, self.mirror, self.numbers = batch_size, generator, mirror, numbers
+        self.batch_size, self.generator, self.mirror, self.numbers = batch_size, generator, mirror or crop, numbers
+        self.crop, self.whole = crop, whole
+        if whole:
+            self.batch_size = min(batch_size, len(new))
         self._replay_order = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -67,19 +75,27 @@ class Batches:
     @property
     def images(self) -> int:
         """Images an epoch, replayed ones included."""
-        return len(self.new) * (2 if self.replay is not None else 1)
+        new = self.steps * self.batch_size if self.whole else len(self.new)
+        return new * (2 if self.replay is not None else 1)
+
+    @property
+    def shifts(self) -> int:
+        """How many of a step's random numbers move images: two for each, behind those for the objective."""
+        return 2 * self.batch_size * (2 if self.replay is not None else 1) if self.crop else 0
 
     def epoch(self) -> tuple[Tensor, Tensor]:
         """One pass over the new samples: their rows in random order, and a row to replay beside each of them."""
         order = torch.randperm(len(self.new), generator=self.generator)
+        if self.whole and (missing := -len(order) % self.batch_size):
+            order = torch.cat([order, torch.randperm(len(self.new), generator=self.generator)[:missing]])
         old = self._next_replay(len(order)) if self.replay is not None else order[:0]
         if self.mirror:
             order, old = self._turned(order, len(self.new)), self._turned(old, len(self.replay or ()))
         return order, old
 
     def draws(self) -> Tensor:
-        """The random numbers of one epoch, `[steps, numbers]`."""
-        return torch.rand(self.steps, self.numbers, generator=self.generator)
+        """The random numbers of one epoch, `[steps, numbers + shifts]`."""
+        return torch.rand(self.steps, self.numbers + self.shifts, generator=self.generator)
 
     def _turned(self, rows: Tensor, count: int) -> Tensor:
         """Half of the rows, drawn by lot, as those of their mirror images."""
@@ -108,7 +124,7 @@ class Feed:
         if len({b.replay is None for b in networks}) > 1:
             raise ValueError("networks trained side by side must all have replay, or none of them")
         self.networks, self.full = networks, full
-        self.steps, self.batch_size = first.steps, first.batch_size
+        self.steps, self.batch_size, self.numbers = first.steps, first.batch_size, first.numbers
         self.device = first.new.labels.device
         self.streamed = [i for i, b in enumerate(networks) if not b.new.resident]
 
@@ -154,6 +170,8 @@ class Feed:
                 turned.append(old[i] >= len(network.replay))
             if network.mirror:
                 pixels[i] = torch.where(torch.cat(turned)[:, None, None, None], pixels[i].flip(-1), pixels[i])
+            if network.crop:
+                pixels[i] = moved(pixels[i], draws[i, network.numbers :].view(2, -1)[:, :per_network])
             labels.append(torch.cat(parts))
         return pixels.flatten(0, 1), torch.stack(labels)
 
@@ -176,6 +194,23 @@ class Feed:
         if self.device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]  # only then is the copy asynchronous
         return [batch.to(self.device, non_blocking=True) for batch in batches]
+
+
+def moved(pixels: Tensor, draws: Tensor) -> Tensor:
+    """Each image `[n, 3, h, w]` shifted down and to the right by up to an eighth of its size, or as far back.
+
+    `draws` are two numbers in [0, 1) an image, `[2, n]`. It is the crop, at random, of an image with a black margin.
+    """
+    places, inside = [], []
+    for draw, length in zip(draws, pixels.shape[-2:], strict=True):
+        margin = length // MARGIN
+        first = (draw * (2 * margin + 1)).long() - margin
+        place = first.unsqueeze(1) + torch.arange(length, device=pixels.device)
+        inside.append((place >= 0) & (place < length))
+        places.append(place.clamp(0, length - 1))
+    images = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    shifted = pixels.permute(0, 2, 3, 1)[images, places[0].unsqueeze(2), places[1].unsqueeze(1)].permute(0, 3, 1, 2)
+    return torch.where((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), shifted, 0)
 
 
 def _places(samples: Samples, rows: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class Step:
         """Forward, backward, update."""
         pixels, labels = self.feed.gather(*inputs)
         self.optimiser.zero_grad(set_to_none=True)
-        losses = self.objective.losses(self.normalise(pixels), labels, progress, inputs[DRAWS])
+        draws = inputs[DRAWS][:, : self.feed.numbers]  # the rest was for the feed itself
+        losses = self.objective.losses(self.normalise(pixels), labels, progress, draws)
         losses.sum().backward()  # the networks share no parameter: each gets its own gradient
         self.objective.after_backward(progress)
         self.optimiser.step()

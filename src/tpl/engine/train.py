@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,9 @@ class Recipe(Config):
         ("constant", "cosine"),
     )
     augment: str = option(
-        "none", "none (public code); mirror: images are turned left to right half of the time", ("none", "mirror")
+        "none",
+        "none (public code); mirror: images are turned left to right half of the time; crop: and moved by a few pixels",
+        ("none", "mirror", "crop"),
     )
     momentum: float = option(0.9, "momentum of SGD", minimum=0)
     weight_decay: float = option(0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0)
@@ -48,9 +50,17 @@ class Recipe(Config):
         """The optimiser this recipe asks for."""
         return GatedSGD(parameters, self.lr, self.momentum, self.weight_decay, self.nesterov)
 
-    def batches(self, new: Samples, replay: Samples | None, generator: torch.Generator, numbers: int = 0) -> Batches:
-        """The batches this recipe asks for, with `numbers` random numbers a step."""
-        return Batches(new, replay, self.batch_size, generator, self.augment == "mirror", numbers)
+    def batches(
+        self,
+        new: Samples,
+        replay: Samples | None,
+        generator: torch.Generator,
+        numbers: int = 0,
+        whole: bool = False,
+    ) -> Batches:
+        """The batches this recipe asks for, with `numbers` random numbers a step; `whole` ones if need be."""
+        mirror, crop = self.augment == "mirror", self.augment == "crop"
+        return Batches(new, replay, self.batch_size, generator, mirror, numbers, crop, whole)
 
     def rate_at(self, done: float) -> float:
         """The share of the learning rate that is left when the share `done` of all steps is."""
@@ -64,6 +74,13 @@ def cycle_length(steps: int, epochs: int) -> int:
     """
     whole_epochs = min(math.ceil(SHORTEST_CYCLE / steps), epochs)
     return steps * whole_epochs
+
+
+def batches_of_images(batches: Batches, normalise: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """The normalised images of one more epoch, batch by batch, as training sees them."""
+    feed = Feed([batches])
+    for inputs in feed.epoch():
+        yield normalise(feed.gather(*inputs)[0])
 
 
 def train(

@@ -43,7 +43,7 @@ from tpl.methods.parts.balanced import balanced
 from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
-from tpl.nets import Encoder
+from tpl.nets import Encoder, as_vit
 from tpl.stream import Task
 
 LLOYD_STEPS = 20
@@ -77,7 +77,8 @@ class ProxyNetwork(Network):
 
     def __init__(self, encoder: Encoder, config: AFCConfig, compute: Compute, generator: torch.Generator) -> None:
         super().__init__(encoder, config, compute, generator)
-        blocks, wanted = len(encoder.vit.blocks), min(config.stages, len(encoder.vit.blocks))
+        blocks = len(as_vit(encoder).vit.blocks)
+        wanted = min(config.stages, blocks)
         self.stage_ends = [blocks * (i + 1) // wanted - 1 for i in range(wanted)]
         self.head_weight = nn.Parameter(torch.zeros(0, config.proxies, encoder.dim))
         self.head_bias.requires_grad_(False)

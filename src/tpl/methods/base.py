@@ -41,11 +41,13 @@ class Method(ABC):
     keeps: ClassVar[str] = ""  # what is stored for later tasks, beside the network
     cost: ClassVar[str] = ""  # of training and of an answer, in passes through the trunk
     config_class: ClassVar[type[Config]]
+    from_scratch: ClassVar[bool] = False  # whether it can also train an encoder that has no pre-trained trunk
     cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
 
     memory: Memory | None = None
 
     def __init__(self, encoder: Encoder, config: Any, compute: Compute, seed: int = 0) -> None:
+        self._refuse_untrained(encoder)
         self.encoder = encoder.to(compute.device)
         self.config, self.compute, self.seed = config, compute, seed
         self.preprocess = Preprocess(encoder.data_config)
@@ -55,6 +57,14 @@ class Method(ABC):
             self.normalise = torch.compile(self.normalise)
         self.task_classes_: list[tuple[str, ...]] = []
         self.removed_tasks = 0  # tasks that lost all their classes; their random numbers are not drawn again
+
+    def _refuse_untrained(self, encoder: Encoder) -> None:
+        if not encoder.pretrained and not self.from_scratch:
+            able = ", ".join(sorted(name for name, method in load_methods().items() if method.from_scratch))
+            raise TplError(
+                f"The method '{self.name}' stands on a pre-trained encoder; '{encoder.name}' is trained from scratch, "
+                f"by {able}."
+            )
 
     # What a method must say
 

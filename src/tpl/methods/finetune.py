@@ -14,3 +14,4 @@ class FineTune(NetworkMethod):
     summary = "plain fine-tuning on each new task; no protection, no memory (the lower bound)"
     keeps = "the network alone"
     cost = "one pass a training image and epoch; one an answer"
+    from_scratch = True

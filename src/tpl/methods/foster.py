@@ -41,6 +41,7 @@ from tpl.methods.parts.distill import mean_of, soft_cross_entropy
 from tpl.methods.parts.expansion import ExpandedNetwork, Extractor, Head
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.nets import AdapterStack
 from tpl.stream import Task
 
 
@@ -107,7 +108,7 @@ class FOSTER(RehearsalMethod):
 def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator) -> ExpandedNetwork:
     """A network with a second extractor that starts as the one there is; this one stays as it is."""
     twin = ExpandedNetwork(network.trunk[0], config, network.compute, generator)
-    twin.restart(Extractor(network.norms, network.adapters.weights))
+    twin.restart(Extractor(network.norms, AdapterStack(*network.adapters.weights)))
     twin.load_head(network.head_weight, network.head_bias)
     twin.expand(generator)
     return twin

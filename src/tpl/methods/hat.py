@@ -25,7 +25,7 @@ from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.replay import MemoryBank, MemoryConfig
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.base import register, task_of_class
-from tpl.nets import AdapterStack, Encoder
+from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together
 from tpl.scores.odin import Odin, perturb
@@ -85,6 +85,7 @@ class HAT(MemoryBank):
     keeps = "a task's mask, norms, head, and what its detector needs"
     cost = "one pass a training image and epoch; a pass a task and answer"
     config_class = HATConfig
+    from_scratch = True
     config: HATConfig
 
     def __init__(self, encoder: Encoder, config: HATConfig, compute: Compute, seed: int = 0) -> None:
@@ -188,10 +189,10 @@ class HAT(MemoryBank):
 
     def _perturbed_logits(self, images: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Logits of normalised images moved so that the predicted class becomes likelier."""
-        odin, adapters = Odin(), AdapterStack(*rest)
+        odin = Odin()
 
         def logits(batch: Tensor) -> Tensor:
-            return F.linear(self.encoder(batch, norms, adapters, dtype=self.compute.dtype), weight, bias)
+            return F.linear(self.encoder(batch, norms, rest, dtype=self.compute.dtype), weight, bias)
 
         with torch.enable_grad():
             asked = images.detach().requires_grad_()

@@ -32,7 +32,7 @@ from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, t
 from tpl.engine.adam import Adam
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
-from tpl.nets import Encoder
+from tpl.nets import Encoder, as_vit
 from tpl.nets.prompts import prompted
 from tpl.state import State
 from tpl.stream import Task
@@ -146,7 +146,7 @@ class L2P(Method):
         # As a product, not by index: gradients of a prompt that many images chose add up in one order, always.
         picked = (numbers.unsqueeze(2) == torch.arange(len(keys), device=keys.device)).to(prompts)
         own = (picked @ prompts.flatten(1)).unflatten(2, prompts.shape[1:]).flatten(1, 2)
-        return prompted(self.encoder, images, self.norms, own, dtype), similarity
+        return prompted(as_vit(self.encoder), images, self.norms, own, dtype), similarity
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Grow the head; train prompts, keys and head on the task's data alone."""

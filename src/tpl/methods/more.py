@@ -53,6 +53,7 @@ class MORE(DistanceBank):
     keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
     cost = "as tpl, then all earlier heads on frozen features; a pass a task and answer"
     config_class = MOREConfig
+    from_scratch = True
     config: MOREConfig
 
     def __init__(self, encoder: Encoder, config: MOREConfig, compute: Compute, seed: int = 0) -> None:

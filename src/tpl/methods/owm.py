@@ -32,7 +32,7 @@ from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
-from tpl.nets import AdapterStack, Encoder
+from tpl.nets import Adapters, AdapterStack, Encoder, as_vit
 from tpl.nets.watch import adapter_inputs
 from tpl.state import State
 from tpl.stream import Task
@@ -65,9 +65,15 @@ class Layer(NamedTuple):
     bias: nn.Parameter
 
 
+def adapters_of(network: Network) -> Adapters:
+    """The adapters, by their own names."""
+    assert isinstance(network.adapters, Adapters)
+    return network.adapters
+
+
 def layers_of(network: Network) -> dict[str, Layer]:
     """The layers that have projectors."""
-    adapters = network.adapters
+    adapters = adapters_of(network)
     return {
         "down": Layer(adapters.down_weight, adapters.down_bias),
         "up": Layer(adapters.up_weight, adapters.up_bias),
@@ -118,13 +124,11 @@ class OWM(NetworkMethod):
 
     def __init__(self, encoder: Encoder, config: OWMConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
+        vit = as_vit(encoder)
         self.projectors = {name: self.new_projectors(layer.weight) for name, layer in layers_of(self.network).items()}
         self._inputs = Inference(
             lambda images, norms, *weights: torch.cat(
-                [
-                    part.flatten(1)
-                    for part in adapter_inputs(encoder, images, norms, AdapterStack(*weights), compute.dtype)
-                ],
+                [part.flatten(1) for part in adapter_inputs(vit, images, norms, AdapterStack(*weights), compute.dtype)],
                 dim=1,
             ),
             compute,
@@ -155,7 +159,7 @@ class OWM(NetworkMethod):
             inside = self._inputs(part, network.norms, *network.adapters.weights)
             seen = torch.cat([inside, self.features(part)], dim=1)
             means += [batch.double().mean(dim=0) for batch in seen.split(size)]
-        adapters = network.adapters
+        adapters = adapters_of(network)
         shapes = {"down": (adapters.count, adapters.dim), "up": (adapters.count, adapters.latent), "head": (-1,)}
         widths = [adapters.count * adapters.dim, adapters.count * adapters.latent, adapters.dim]
         parts: Sequence[Tensor] = torch.stack(means).split(widths, dim=1)

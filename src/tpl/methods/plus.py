@@ -61,6 +61,7 @@ class TPLPlus(TPL):
     keeps = "what tpl and ranpac keep"
     cost = "as tpl, and one forward pass an image, once; a pass a task asked and answer, and one more"
     config_class = PlusConfig
+    from_scratch = False  # the expert stands on the encoder's own features
     config: PlusConfig
     rescorable = TPL.rescorable | {"weight", "passes", "covered"}
 

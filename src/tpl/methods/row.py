@@ -48,6 +48,7 @@ class ROW(DistanceBank):
     keeps = "a class-balanced memory; a task's mask, norms, three heads, means and covariance"
     cost = "as tpl, then two heads a task on frozen features; a pass a task and answer"
     config_class = ROWConfig
+    from_scratch = True
     config: ROWConfig
     shrinkage = 0.2
 

@@ -30,3 +30,4 @@ class SupSup(HAT):
     keeps = "a task's supermask, norms, head, and what its detector needs"
     cost = "one pass a training image and epoch; a pass a task and answer"
     config_class = SupSupConfig
+    from_scratch = False  # supermasks are laid over adapters

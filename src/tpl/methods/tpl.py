@@ -51,6 +51,7 @@ class TPL(ReplayBank):
     keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
     cost = "as many remembered images as new ones: two passes; a pass a task and answer"
     config_class = TPLConfig
+    from_scratch = True
     config: TPLConfig
     # What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
     rescorable: ClassVar[set[str]] = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}

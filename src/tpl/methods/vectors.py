@@ -71,7 +71,8 @@ class VectorBank(Bank):
     def __init__(
         self, encoder: VectorEncoder, config: VectorConfig, compute: Compute, generator: torch.Generator
     ) -> None:
-        # Of an encoder, a bank and its lessons use `dim`, the two `new_` methods, `fingerprint` and the call itself.
+        # Of an encoder, a bank and its lessons use `dim`, the two `new_` methods, `fingerprint`, the two flags and the
+        # call itself.
         super().__init__(cast(Encoder, encoder), config, compute, from_bytes, generator)
         del self._features  # recorded single-precision inference: not used here, and not to be pickled
 
@@ -79,7 +80,7 @@ class VectorBank(Bank):
         """Features and own-class logits of vectors under a finished task's model."""
         model = self.tasks[task]
         with torch.no_grad():
-            weights = self.weights(task).to(torch.float64)
+            weights = [weight.double() for weight in self.weights(task)]
             blocks = pixels.to(self.compute.device).double().split(BLOCK)
             features = torch.cat([self.encoder(block, model.norms.double(), weights) for block in blocks])
             return Outputs(features, self.logits(features, task))

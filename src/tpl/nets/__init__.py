@@ -1,7 +1,23 @@
-"""What sees the images: frozen timm trunks, adapters, HAT masks, weight files and their hashes."""
+"""What sees the images: frozen timm trunks with adapters, a ResNet to train from scratch, HAT masks, weight files."""
 
-from tpl.nets.adapters import Adapters, AdapterStack, unstacked
-from tpl.nets.encoder import Encoder
+from tpl.nets.adapters import Adapters, AdapterStack
+from tpl.nets.base import Encoder, Trainable, Weights, unstacked
+from tpl.nets.encoder import ViTEncoder, as_vit
+from tpl.nets.resnet import ResNetEncoder, is_resnet
 from tpl.nets.weights import ENCODERS, EncoderError, create_encoder
 
-__all__ = ["ENCODERS", "AdapterStack", "Adapters", "Encoder", "EncoderError", "create_encoder", "unstacked"]
+__all__ = [
+    "ENCODERS",
+    "AdapterStack",
+    "Adapters",
+    "Encoder",
+    "EncoderError",
+    "ResNetEncoder",
+    "Trainable",
+    "ViTEncoder",
+    "Weights",
+    "as_vit",
+    "create_encoder",
+    "is_resnet",
+    "unstacked",
+]

@@ -10,12 +10,13 @@ the weights (`fold`): thousands of numbers instead of the millions of activation
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tpl.nets.base import Trainable
 
 
 class AdapterMasks(NamedTuple):
@@ -51,6 +52,10 @@ class AdapterStack(NamedTuple):
             self.up_bias * up,
         )
 
+    def gates(self, used: Tensor) -> AdapterStack:
+        """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
+        return gates(self, used)
+
     def to(self, dtype: torch.dtype) -> AdapterStack:
         """The weights in another precision."""
         return AdapterStack(*(tensor.to(dtype) for tensor in self))
@@ -61,7 +66,7 @@ class AdapterStack(NamedTuple):
         return [AdapterStack(*parts) for parts in zip(*(tensor.unbind(axis) for tensor in self), strict=True)]
 
 
-class Adapters(nn.Module):
+class Adapters(Trainable):
     """A stack of `count` adapters of one width; two for every transformer block."""
 
     def __init__(self, count: int, dim: int, latent: int, generator: torch.Generator | None = None) -> None:
@@ -85,9 +90,9 @@ class Adapters(nn.Module):
         """The parameters as a stack, every unit open."""
         return AdapterStack(self.down_weight, self.down_bias, self.up_weight, self.up_bias)
 
-    def gates(self, used: Tensor) -> AdapterStack:
-        """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
-        return gates(self.weights, used)
+    def stack(self, *tensors: Tensor) -> AdapterStack:
+        """Other tensors in the place of the parameters."""
+        return AdapterStack(*tensors)
 
 
 def gates(weights: AdapterStack, used: Tensor) -> AdapterStack:
@@ -123,12 +128,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     parts = x.reshape(len(weight), -1, x.shape[-1])
     # Not baddbmm, which writes the bias out to the size of the result first.
     return (parts @ weight.mT + bias.unsqueeze(1)).reshape(*x.shape[:-1], -1)
-
-
-def unstacked(encoder: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-    """An encoder as a function of images, norms and the adapters' weights one by one: tensors all."""
-
-    def features(images: Tensor, norms: Tensor, *weights: Tensor) -> Tensor:
-        return encoder(images, norms, AdapterStack(*weights), dtype=dtype)
-
-    return features

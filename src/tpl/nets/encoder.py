@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from tpl.errors import TplError
 from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt
+from tpl.nets.base import Encoder
 
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
 
 
-class Encoder(nn.Module):
+class ViTEncoder(Encoder):
     """A frozen trunk that turns normalised images into features."""
 
     def __init__(
@@ -98,9 +99,10 @@ class Encoder(nn.Module):
         self,
         images: Tensor,
         norms: Tensor,
-        adapters: AdapterStack | None = None,
+        adapters: Iterable[Tensor] | None = None,
         masks: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        learning: bool = False,
         notice: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Features `[n, dim]`, float32, of normalised images as one task sees them.
@@ -109,16 +111,17 @@ class Encoder(nn.Module):
         share one pass over the frozen trunk: each serves an equal part of the batch, in order. `masks`, one row
         `[units]` an image, act on the activations; a mask that holds for the whole batch is folded into the weights.
         `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32. `notice`
-        is told what comes out of every block.
+        is told what comes out of every block. `learning` makes no difference: a layer norm looks at one token alone.
         """
         vit = self.trunk(dtype)
         affines = norms.to(dtype).unbind(-3)
         layers: Sequence[AdapterStack | None] = [None] * self.adapters_needed
         opened: Sequence[AdapterMasks | None] = [None] * self.adapters_needed
         if adapters is not None:
-            layers = adapters.to(dtype).layers()
+            stack = AdapterStack(*adapters).to(dtype)
+            layers = stack.layers()
             if masks is not None:
-                opened = _per_adapter(adapters.split(masks.to(dtype)))
+                opened = _per_adapter(stack.split(masks.to(dtype)))
         x = self.tokens(images, dtype)
         for i, block in enumerate(vit.blocks):
             own = slice(2 * i, 2 * i + 2)
@@ -176,6 +179,13 @@ def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
 
 def _per_adapter(masks: AdapterMasks) -> list[AdapterMasks]:
     return [AdapterMasks(*pair) for pair in zip(masks.down.unbind(1), masks.up.unbind(1), strict=True)]
+
+
+def as_vit(encoder: Encoder) -> ViTEncoder:
+    """An encoder for a method that reaches into the blocks of a transformer."""
+    if not isinstance(encoder, ViTEncoder):
+        raise TplError(f"'{encoder.name}' is no transformer; choose a ViT or DeiT, or `compact`.")
+    return encoder
 
 
 def hash_tensors(state: dict[str, Tensor]) -> str:

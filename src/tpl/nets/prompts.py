@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpl.nets.encoder import Encoder
+from tpl.nets.encoder import ViTEncoder
 
 NO_ADAPTERS = (None, None)
 
 
 def prompted(
-    encoder: Encoder, images: Tensor, norms: Tensor, prompts: Tensor, dtype: torch.dtype = torch.float32
+    encoder: ViTEncoder, images: Tensor, norms: Tensor, prompts: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Features `[n, dim]`, float32, read off the prompts: the mean of what became of them.
 
-    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `Encoder.new_norms`. Prompts carry no position:
-    a trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
+    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `new_norms`. Prompts carry no position: a
+    trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
     """
     vit = encoder.trunk(dtype)
     affines = norms.to(dtype).unbind(0)

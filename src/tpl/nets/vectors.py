@@ -7,6 +7,9 @@ nothing of vectors with one or two entries, and the length of a vector may matte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +24,9 @@ class VectorEncoder(nn.Module):
     `width` random units, frozen, are put beside the vectors; 0 leaves the vectors alone. `depth` adapters follow, each
     behind a norm with a task's own scale and shift, and a last such norm.
     """
+
+    pretrained: ClassVar[bool] = True  # the random units take the trunk's place
+    batch_norms: ClassVar[bool] = False
 
     mix_weight: Tensor
     mix_bias: Tensor
@@ -44,14 +50,19 @@ class VectorEncoder(nn.Module):
         return torch.stack([torch.ones(self.depth + 1, self.dim), torch.zeros(self.depth + 1, self.dim)], dim=1)
 
     def forward(
-        self, vectors: Tensor, norms: Tensor, adapters: AdapterStack, dtype: torch.dtype = torch.float32
+        self,
+        vectors: Tensor,
+        norms: Tensor,
+        adapters: Iterable[Tensor],
+        dtype: torch.dtype = torch.float32,
+        learning: bool = False,
     ) -> Tensor:
         """Features of one task, whose mask is folded into the adapters' weights, in the precision of the inputs."""
         x = vectors
         if len(self.mix_weight):
             x = torch.cat([x, F.relu(F.linear(x, self.mix_weight.to(x), self.mix_bias.to(x)))], dim=1)
         *inner, last = norms.unbind(0)
-        for affine, layer in zip(inner, adapters.layers(), strict=True):
+        for affine, layer in zip(inner, AdapterStack(*adapters).layers(), strict=True):
             x = adapt(soft_norm(x, affine), layer)
         return soft_norm(x, last)
 

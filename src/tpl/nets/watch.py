@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.nets.adapters import AdapterStack, linear
-from tpl.nets.encoder import Encoder, layer_norm
+from tpl.nets.encoder import ViTEncoder, layer_norm
 
 
 def adapter_inputs(
-    encoder: Encoder, images: Tensor, norms: Tensor, adapters: AdapterStack, dtype: torch.dtype = torch.float32
+    encoder: ViTEncoder, images: Tensor, norms: Tensor, adapters: AdapterStack, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Inputs of all adapters' layers, each image's mean over its tokens: `[n, count, dim]`, `[n, count, latent]`.
 

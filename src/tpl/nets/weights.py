@@ -16,8 +16,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from tpl.errors import TplError
-from tpl.nets import compact
-from tpl.nets.encoder import Encoder, hash_tensors
+from tpl.nets import compact, resnet
+from tpl.nets.base import Encoder
+from tpl.nets.encoder import ViTEncoder, hash_tensors
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
@@ -28,6 +29,7 @@ ENCODERS: dict[str, str] = {
     "deit_small_patch16_224": "DeiT-S/16, ImageNet-1k, supervised (the paper's TPL_PFI rows)",
     "vit_small_patch16_224.dino": "ViT-S/16, ImageNet-1k, self-supervised DINO",
     "vit_base_patch16_224.mae": "ViT-B/16, ImageNet-1k, self-supervised MAE",
+    resnet.NAME: "ResNet-18 for 32 px, trained from scratch under masks; resnet18:128 is twice as wide",
 }
 
 
@@ -36,11 +38,15 @@ class EncoderError(TplError):
 
 
 def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) -> Encoder:
-    """The frozen encoder `name` with its pre-trained weights.
+    """The encoder `name`: frozen, with its pre-trained weights, or a network to train from scratch.
 
     `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm
     downloads the weights it knows under that name, and `compact` takes those in the package.
     """
+    if resnet.is_resnet(name):
+        if weights is not None:
+            raise EncoderError(f"'{name}' is trained from scratch and takes no weight file; leave --weights out.")
+        return resnet.create_resnet(name)
     if name == compact.NAME:
         model: Any = compact.create_compact()
         data_config = dict(compact.DATA_CONFIG)
@@ -63,7 +69,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
             f"--weights FILE. Without either, --encoder {compact.NAME} needs no download."
         ) from error
     digest = hash_tensors(model.state_dict())
-    return Encoder(model, name, digest, resolve_data_config(model=model), weights=None)
+    return ViTEncoder(model, name, digest, resolve_data_config(model=model), weights=None)
 
 
 def _create(name: str, pretrained: bool) -> VisionTransformer:
@@ -92,7 +98,7 @@ def _from_file(
             if keys
         )
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).")
-    return Encoder(model, name, hash_file(file), data_config, weights=remembered)
+    return ViTEncoder(model, name, hash_file(file), data_config, weights=remembered)
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

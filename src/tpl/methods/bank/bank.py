@@ -1,7 +1,8 @@
 """The bank: all task models in one network, kept apart by a protection such as HAT's masks.
 
-The frozen encoder and the adapters are shared. A task owns its mask, its layer norms and its head.
-While a task is trained, the protection holds still every adapter weight that an earlier task uses,
+The encoder is shared, and so are the weights trained in it: adapters, or all of a network that starts from scratch. A
+task owns its mask, its norms and its head. While it is trained, the protection holds still every weight that an earlier
+task uses,
 so an old task's features never change: with binary masks not by a single bit.
 """
 
@@ -20,7 +21,7 @@ from tpl.methods.bank.lessons import Lesson, learn_lessons
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import Method
-from tpl.nets import Adapters, AdapterStack, Encoder, unstacked
+from tpl.nets import Encoder, Trainable, Weights, unstacked
 from tpl.scores.conformal import smallest_share, unknown_scores
 from tpl.stream import Task
 
@@ -86,15 +87,15 @@ class Bank:
         self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
         self.technique = technique  # how heads are trained and read
         self.protection = PROTECTIONS[config.protect](config)
-        self.adapters: Adapters = encoder.new_adapters(config.latent, generator).to(compute.device)
+        self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.protection.prepare(self.adapters)
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
         self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
         self._features = Inference(unstacked(encoder, compute.dtype), compute, normalise)
 
-    def weights(self, task: int) -> AdapterStack:
-        """The adapters as a finished task sees them."""
+    def weights(self, task: int) -> Weights:
+        """The shared weights as a finished task sees them."""
         return self.protection.finished(self.adapters.weights, self.tasks[task].embedding.detach())
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
@@ -137,7 +138,7 @@ class Bank:
         return self.protection.claim(model.embedding.detach())
 
     def capacity(self) -> dict[str, float]:
-        """How full the network is: the share of units in use, and of adapter weights that are frozen."""
+        """How full the network is: the share of units in use, and of shared weights that are frozen."""
         return self.protection.capacity(self.adapters, self.used)
 
     def new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
@@ -154,8 +155,9 @@ class Bank:
         frozen = self.capacity()["frozen"]
         if frozen >= NEARLY_FULL:
             text = (
-                f"{frozen:.1%} of the adapters' weights belong to earlier tasks. A new task still gets its own norms, "
-                f"mask and head, but hardly any free weights; a model with a larger latent size has more room."
+                f"{frozen:.1%} of the shared weights belong to earlier tasks. A new task still gets its own norms, "
+                f"mask and head, but hardly any free weights; a model with a larger latent size (a wider network, if "
+                f"it is trained from scratch) has more room."
             )
             listen(Event("warning", {"text": text}))
 

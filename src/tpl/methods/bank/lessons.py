@@ -1,8 +1,9 @@
 """Training one task under a protection, in one bank or side by side in several.
 
-The trunk is frozen and shared, so runs that differ only in class order or seed can be trained in one pass over it:
+A frozen trunk is shared, so runs that differ only in class order or seed can be trained in one pass over it:
 their adapters, norms, masks and heads are stacked along a first axis, each stack serves its own part of the batch, and
-one optimiser moves them all. No number of one network enters another.
+one optimiser moves them all. No number of one network enters another. Networks without such a trunk are trained one
+after the other.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.engine import IGNORED, Event, GatedSGD, Listener, Recipe, Samples, train
+from tpl.engine import (
+    IGNORED,
+    Batches,
+    Event,
+    GatedSGD,
+    Listener,
+    Recipe,
+    Samples,
+    batches_of_images,
+    train,
+)
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import Technique
-from tpl.nets import AdapterStack
 
 if TYPE_CHECKING:
     from tpl.methods.bank.bank import Bank, TaskModel
@@ -71,7 +81,9 @@ def learn_lessons(lessons: Sequence[Lesson]) -> None:
         for lesson in alike:
             twins = next((group for group in groups if group[0].equals(lesson)), None)
             groups.append([lesson]) if twins is None else twins.append(lesson)
-        _learn_side_by_side([replace(group[0], listen=_all_of(group)) for group in groups])
+        firsts = [replace(group[0], listen=_all_of(group)) for group in groups]
+        for together in [firsts] if firsts[0].bank.encoder.pretrained else [[lesson] for lesson in firsts]:
+            _learn_side_by_side(together)
         for first, *twins in groups:
             for twin in twins:
                 twin.bank.copy_newest(first.bank)
@@ -94,16 +106,28 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
     networks = [
-        recipe.batches(lesson.samples, lesson.replay, lesson.generator, technique.numbers)
+        recipe.batches(
+            lesson.samples, lesson.replay, lesson.generator, technique.numbers, lesson.bank.encoder.batch_norms
+        )
         for lesson, technique in zip(lessons, objective.techniques, strict=True)
     ]
     listeners = [lesson.listen for lesson in lessons]
     train(objective, optimiser, networks, recipe, lessons[0].bank.normalise, listeners)
     objective.hand_back()
-    for lesson, model, technique in zip(lessons, models, objective.techniques, strict=True):
+    for lesson, model, technique, batches in zip(lessons, models, objective.techniques, networks, strict=True):
+        _settle(lesson.bank, model, batches)
         lesson.bank.add(model)
         _finish(lesson, technique)
         lesson.listen(Event("capacity", lesson.bank.capacity()))
+
+
+@torch.no_grad()
+def _settle(bank: Bank, model: TaskModel, batches: Batches) -> None:
+    """Give batch norms the statistics of the task's own training images, under the mask it is left with."""
+    if bank.encoder.batch_norms:
+        weights = bank.protection.finished(bank.adapters.weights, model.embedding)
+        images = batches_of_images(batches, bank.normalise)
+        model.norms.copy_(bank.encoder.settled(model.norms, weights, images, bank.compute.dtype))
 
 
 def _finish(lesson: Lesson, technique: Technique) -> None:
@@ -128,7 +152,9 @@ class BankObjective:
         self.banks, self.models = banks, models
         self.encoder, self.protection, self.dtype = banks[0].encoder, banks[0].protection, banks[0].compute.dtype
         weights = zip(*(bank.adapters.weights for bank in banks), strict=True)
-        self.adapters = AdapterStack(*(_stacked(parts, self.protection.trains_adapters) for parts in weights))
+        self.adapters = banks[0].adapters.stack(
+            *(_stacked(parts, self.protection.trains_adapters) for parts in weights)
+        )
         self.embedding = _stacked([m.embedding for m in models])
         self.norms = _stacked([m.norms for m in models])
         self.head_weight = _stacked([m.head_weight for m in models])
@@ -155,14 +181,14 @@ class BankObjective:
 
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """Every network's loss on its part of the batch."""
-        weights, mask = self.protection.masked(self.adapters, self.embedding, progress)
-        norms = self.norms
+        masked, mask = self.protection.masked(self.adapters, self.embedding, progress)
+        weights, norms = tuple(masked), self.norms
         if len(self.models) == 1:  # a plain network: without the first axis its products are faster
-            weights, norms = AdapterStack(*(w.squeeze(0) for w in weights)), norms.squeeze(0)
+            weights, norms = tuple(w.squeeze(0) for w in weights), norms.squeeze(0)
         plain = type(self.techniques[0]) is Technique
         if not plain:
             images = self._mixed(images, labels, draws)
-        z = self.encoder(images, norms, weights, dtype=self.dtype).unflatten(0, labels.shape)
+        z = self.encoder(images, norms, weights, dtype=self.dtype, learning=True).unflatten(0, labels.shape)
         losses = self._entropies(z, labels) if plain else self._technique_losses(z, labels, draws)
         return losses + self.protection.penalty(mask, self.used)
 

@@ -77,7 +77,7 @@ class ExpandedNetwork(Network):
     @property
     def extractors(self) -> list[Extractor]:
         """All of them, in the order of their tasks."""
-        return [*self.frozen, Extractor(self.norms, self.adapters.weights)]
+        return [*self.frozen, Extractor(self.norms, AdapterStack(*self.adapters.weights))]
 
     def expand(self, generator: torch.Generator) -> None:
         """Freeze the newest extractor and go on with a copy of it, which the classifier reads by new columns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Objective, Recipe, Samples, train
+from tpl.engine import Batches, Compute, Inference, Listener, Objective, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder, unstacked
 from tpl.state import State
@@ -24,12 +24,12 @@ from tpl.stream import Task
 class NetworkConfig(Recipe):
     """Options of a method that trains one network with adapters."""
 
-    latent: int = option(64, "hidden units of an adapter", minimum=1)
-    train_norms: bool = option(True, "whether the layer norms are trained along with the adapters")
+    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
+    train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
 
 
 class Network(nn.Module):
-    """Frozen encoder, adapters without masks, layer norms, and a linear head that grows."""
+    """An encoder, what is trained in it without masks, its norms, and a linear head that grows."""
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
         super().__init__()
@@ -58,12 +58,21 @@ class Network(nn.Module):
         """A frozen copy, to teach what this network says now; the trunk is shared."""
         trunk = self.trunk[0]
         twin = deepcopy(self, {id(trunk): trunk, id(self.compute): self.compute})
-        return twin.requires_grad_(False)
+        return twin.requires_grad_(False).eval()
 
     def features(self, images: Tensor) -> Tensor:
-        """Features of normalised images."""
-        z: Tensor = self.trunk[0](images, self.norms, self.adapters.weights, dtype=self.compute.dtype)
+        """Features of normalised images, in a training step; a copy gives its answers."""
+        dtype, learning = self.compute.dtype, self.training
+        z: Tensor = self.trunk[0](images, self.norms, self.adapters.weights, dtype=dtype, learning=learning)
         return z
+
+    @torch.no_grad()
+    def settle(self, batches: Batches, normalise: Callable[[Tensor], Tensor]) -> None:
+        """Give batch norms the statistics of the images just trained on."""
+        encoder = self.trunk[0]
+        if encoder.batch_norms:
+            images = batches_of_images(batches, normalise)
+            self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits over all classes so far."""
@@ -141,9 +150,10 @@ class NetworkMethod(Method):
         recipe = recipe or self.config
         moving = list(self.network.parameters()) if trainable is None else trainable
         with only(moving, self.network.parameters()):
-            batches = recipe.batches(samples, replay, self.generator(name), numbers)
+            batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
             train(objective or CrossEntropy(self.network), optimiser, [batches], recipe, self.normalise, [listen])
+            self.network.settle(batches, self.normalise)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.errors import TplError
-from tpl.nets import Adapters, AdapterStack
+from tpl.nets import Trainable, Weights
 
 
 @dataclass(frozen=True)
 class ProtectConfig(Config):
     """The network a task is learned in, and how tasks are kept apart."""
 
-    latent: int = option(64, "hidden units of an adapter", minimum=1)
+    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
     protect: str = option(
         "hat", "hat: weights of used units stand still; supsup: random weights, a supermask each", ("hat", "supsup")
     )
@@ -43,7 +43,7 @@ class ProtectConfig(Config):
 class Masked(NamedTuple):
     """Adapters as one task sees them, and the mask that made them so."""
 
-    weights: AdapterStack
+    weights: Weights
     mask: Tensor
 
 
@@ -57,22 +57,22 @@ class Protection(ABC):
     def __init__(self, config: ProtectConfig) -> None:
         self.config = config
 
-    def prepare(self, adapters: Adapters) -> None:  # noqa: B027 (most take them as they are)
+    def prepare(self, adapters: Trainable) -> None:  # noqa: B027 (most take them as they are)
         """Change freshly made adapters, before any task."""
 
     @abstractmethod
-    def initial(self, adapters: Adapters, generator: torch.Generator) -> Tensor:
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
         """What an untrained task owns."""
 
     @abstractmethod
-    def masked(self, weights: AdapterStack, own: Tensor, progress: Tensor) -> Masked:
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
         """The adapters at this point of the epoch, differentiable."""
 
     def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
         """What a task pays for its mask, `[networks]`."""
         return mask.new_zeros(len(mask))
 
-    def gates(self, weights: AdapterStack, used: Tensor) -> AdapterStack | None:
+    def gates(self, weights: Weights, used: Tensor) -> Weights | None:
         """How far each weight may still move, given what earlier tasks use; None: as it likes."""
         return None
 
@@ -82,12 +82,12 @@ class Protection(ABC):
     def after_step(self, own: Tensor) -> None:  # noqa: B027
         """Change `own` when it has moved."""
 
-    def kept(self, weights: AdapterStack, own: Tensor) -> Tensor:
+    def kept(self, weights: Weights, own: Tensor) -> Tensor:
         """What is stored of a trained task (one network's)."""
         return own
 
     @abstractmethod
-    def finished(self, weights: AdapterStack, kept: Tensor) -> AdapterStack:
+    def finished(self, weights: Weights, kept: Tensor) -> Weights:
         """The adapters as a finished task sees them."""
 
     def claim(self, kept: Tensor) -> Tensor | None:
@@ -99,6 +99,6 @@ class Protection(ABC):
         """Whether a finished task stays exactly as it is, whatever comes later."""
         return True
 
-    def capacity(self, adapters: Adapters, used: Tensor | None) -> dict[str, float]:
+    def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
         """How full the network is: the share of units in use, and of adapter weights that are frozen by that."""
         return {"units": 0.0, "frozen": 0.0}

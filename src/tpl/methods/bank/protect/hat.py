@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tpl.methods.bank.protect.base import Masked, Protection
-from tpl.nets import Adapters, AdapterStack, hat
-from tpl.nets.adapters import gates
+from tpl.nets import Trainable, Weights, hat
 
 
 class Hat(Protection):
@@ -16,11 +15,11 @@ class Hat(Protection):
     name = "hat"
     summary = "weights between units that a finished task uses stand still"
 
-    def initial(self, adapters: Adapters, generator: torch.Generator) -> Tensor:
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
         """N(0, 1): half of the units are on."""
         return torch.randn(adapters.units, generator=generator)
 
-    def masked(self, weights: AdapterStack, own: Tensor, progress: Tensor) -> Masked:
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
         """The adapters under the mask at the scale that belongs to this point of the epoch."""
         s_max = self.config.s_max
         scale = hat.scale_at(progress, s_max)
@@ -34,9 +33,9 @@ class Hat(Protection):
         """HAT's regulariser: the share of free capacity asked for."""
         return self.config.sparsity * hat.regulariser(mask, used)
 
-    def gates(self, weights: AdapterStack, used: Tensor) -> AdapterStack:
+    def gates(self, weights: Weights, used: Tensor) -> Weights:
         """Closed where both units of a weight are in use."""
-        return gates(weights, used)
+        return weights.gates(used)
 
     def after_backward(self, own: Tensor, progress: Tensor) -> None:
         """Free the embedding's gradient from the annealed scale."""
@@ -49,7 +48,7 @@ class Hat(Protection):
         with torch.no_grad():
             own.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
 
-    def finished(self, weights: AdapterStack, kept: Tensor) -> AdapterStack:
+    def finished(self, weights: Weights, kept: Tensor) -> Weights:
         """The adapters under the task's last mask."""
         return weights.fold(self.claim(kept))
 
@@ -62,7 +61,7 @@ class Hat(Protection):
         """Binary masks protect to the last bit; soft ones let weights move a little."""
         return self.config.masks == "binary"
 
-    def capacity(self, adapters: Adapters, used: Tensor | None) -> dict[str, float]:
+    def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
         """Units that some task holds, and weights that none can move any more."""
         if used is None:
             return super().capacity(adapters, used)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpl.errors import TplError
 from tpl.methods.bank.protect.base import Masked, Protection
-from tpl.nets import Adapters, AdapterStack
+from tpl.nets import Adapters, AdapterStack, Trainable, Weights
 
 SPREAD = 0.01  # of the first scores: at the rates the adapters are trained with, ranks then change within an epoch
 
@@ -22,8 +23,9 @@ class SupSup(Protection):
     summary = "random weights that nobody trains, a supermask of its own for every task"
     trains_adapters = False
 
-    def prepare(self, adapters: Adapters) -> None:
+    def prepare(self, adapters: Trainable) -> None:
         """Signed Kaiming constants, scaled for the share of weights in use: masks alone must do the work."""
+        adapters = _checked(adapters)
         with torch.no_grad():
             for weight in (adapters.down_weight, adapters.up_weight):
                 fan_in = weight.shape[-1] * self.config.supermask
@@ -31,24 +33,26 @@ class SupSup(Protection):
             # The branch is added to a pre-trained network: at first it should say little.
             adapters.up_weight.mul_(0.1)
 
-    def initial(self, adapters: Adapters, generator: torch.Generator) -> Tensor:
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
         """Scores by chance: a random half of the weights."""
-        return SPREAD * torch.randn(2 * adapters.down_weight.numel(), generator=generator)
+        return SPREAD * torch.randn(2 * _checked(adapters).down_weight.numel(), generator=generator)
 
-    def masked(self, weights: AdapterStack, own: Tensor, progress: Tensor) -> Masked:
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
         """The adapters under the best-scored weights; the gradient passes straight through to the scores."""
-        mask = self._open(weights, own)
+        stack = AdapterStack(*weights)
+        mask = self._open(stack, own)
         through = mask + (own - own.detach())  # in this order the mask keeps its bits
-        return Masked(_under(weights, through), mask)
+        return Masked(_under(stack, through), mask)
 
-    def kept(self, weights: AdapterStack, own: Tensor) -> Tensor:
+    def kept(self, weights: Weights, own: Tensor) -> Tensor:
         """The supermask, eight weights to a byte."""
-        return _packed(self._open(weights, own) > 0)
+        return _packed(self._open(AdapterStack(*weights), own) > 0)
 
-    def finished(self, weights: AdapterStack, kept: Tensor) -> AdapterStack:
+    def finished(self, weights: Weights, kept: Tensor) -> AdapterStack:
         """The adapters under the task's supermask."""
-        count = 2 * weights.down_weight.numel()
-        return _under(weights, _unpacked(kept)[:count].to(weights.down_weight.dtype))
+        stack = AdapterStack(*weights)
+        count = 2 * stack.down_weight.numel()
+        return _under(stack, _unpacked(kept)[:count].to(stack.down_weight.dtype))
 
     def _open(self, weights: AdapterStack, own: Tensor) -> Tensor:
         """1 for the best-scored share of each adapter's two matrices."""
@@ -58,6 +62,13 @@ class SupSup(Protection):
         floor = rows.sort(dim=-1).values[..., closed : closed + 1]
         opened: Tensor = (rows >= floor).to(own.dtype)
         return opened.flatten(-2)
+
+
+def _checked(adapters: Trainable) -> Adapters:
+    """Supermasks are laid over adapters: a whole network of random weights would have nothing to begin from."""
+    if not isinstance(adapters, Adapters):
+        raise TplError("protect=supsup needs adapters in a pre-trained encoder; this one has none. Use protect=hat.")
+    return adapters
 
 
 def _under(weights: AdapterStack, mask: Tensor) -> AdapterStack:

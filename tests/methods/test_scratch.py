@@ -1,0 +1,160 @@
+"""Learning without pre-training: the bank's promises over a network whose every kernel is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tpl import Learner, Task
+from tpl.engine import silent
+from tpl.errors import TplError
+from tpl.methods import learn_together, load_methods
+from tpl.methods.bank import BankMethod
+from tpl.methods.tpl import TPL
+from tpl.stream import Stream
+
+ENCODER = "resnet18:8"
+OPTIONS = {"epochs": 2, "batch_size": 6, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def stream(small_stream: Stream) -> Stream:
+    """Half of the images of the common checks; batches of six do not divide them."""
+    tasks = []
+    for task in small_stream:
+        assert task.test is not None
+        halves = (images.select(np.arange(len(images)) % 2 == 0) for images in (task.train, task.test))
+        tasks.append(Task(task.name, task.classes, *halves))
+    return Stream(tasks)
+
+
+def learner_for(method: str, **options: object) -> Learner:
+    known = load_methods()[method].config_class.__dataclass_fields__
+    chosen = OPTIONS | ({"memory": 12} if "memory" in known else {}) | options
+    return Learner(method, ENCODER, device="cpu", **chosen)  # type: ignore[arg-type]
+
+
+def probes(learner: Learner, stream: Stream) -> Tensor:
+    return torch.cat([learner.prepare(task.test) for task in stream if task.test is not None])
+
+
+class Trained:
+    """TPL over three tasks with everything on that could move an old task, and what was seen on the way."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.learner = learner_for("tpl", augment="crop", weight_decay=0.05, nesterov=True)
+        assert isinstance(self.learner.method, TPL)
+        self.bank = self.learner.method.bank
+        self.probe = probes(self.learner, stream)
+        self.seen: list[list[tuple[Tensor, ...]]] = []  # by stage, every task's features and logits
+        self.owned: list[list[dict[str, Tensor]]] = []  # by stage, what every task owns
+        self.kernels: list[Tensor] = []
+        for task in stream:
+            self.learner.learn(task, held_out=0)
+            tasks = self.bank.tasks
+            self.seen.append([tuple(self.bank.outputs(self.probe, t)) for t in range(len(tasks))])
+            self.owned.append([{k: v.clone() for k, v in model.state_dict().items()} for model in tasks])
+            self.kernels.append(self.bank.adapters.state_dict()["kernels"].clone())
+
+
+@pytest.fixture(scope="module")
+def trained(stream: Stream) -> Trained:
+    return Trained(stream)
+
+
+def test_old_features_are_the_same_bit_for_bit(trained: Trained) -> None:
+    """After one and after two later tasks: weight decay, momentum, Nesterov and moved images notwithstanding."""
+    for stage in (1, 2):
+        for old, new in zip(trained.seen[stage - 1], trained.seen[stage], strict=False):
+            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    assert all(bool(features.any()) for features, _ in trained.seen[2])
+    assert not torch.equal(trained.seen[2][0][0], trained.seen[2][1][0])  # and tasks do differ
+
+
+def test_a_finished_tasks_norms_and_statistics_stand_still_and_are_its_own(trained: Trained) -> None:
+    for stage in (1, 2):
+        for before, after in zip(trained.owned[stage - 1], trained.owned[stage], strict=False):
+            assert all(torch.equal(before[k], after[k]) for k in before)
+    first, second, third = (own["norms"] for own in trained.owned[2])
+    fresh = trained.bank.encoder.new_norms()
+    for norms, other in ((first, second), (second, third), (third, first)):
+        for row in range(4):
+            assert not torch.equal(norms[row], other[row]) and not torch.equal(norms[row], fresh[row])
+
+
+def test_free_kernels_move_and_protected_ones_do_not(trained: Trained) -> None:
+    first = trained.bank.protection.claim(trained.bank.tasks[0].embedding)
+    assert first is not None
+    gate = trained.bank.adapters.gates(first)
+    (closed,) = (g == 0 for g in gate)
+    before, after = trained.kernels[0], trained.kernels[1]
+    assert torch.equal(before[closed], after[closed]) and not bool((before == after)[~closed].any())
+    units, frozen = trained.bank.capacity().values()
+    assert 0 < frozen < units < 1
+
+
+def test_answers_do_not_depend_on_the_batch(trained: Trained) -> None:
+    for t in range(3):
+        alone = torch.cat([trained.bank.outputs(image, t).features for image in trained.probe[::5].split(1)])
+        torch.testing.assert_close(alone, trained.seen[2][t][0][::5], rtol=1e-4, atol=1e-5)
+
+
+def test_saved_and_loaded_it_answers_the_same_bit_for_bit(trained: Trained, tmp_path: Path) -> None:
+    trained.learner.save(tmp_path / "model")
+    again = Learner.load(tmp_path / "model", device="cpu")
+    assert again.method.encoder.name == ENCODER
+    before, after = (each.method.log_probabilities(trained.probe) for each in (trained.learner, again))
+    assert torch.equal(before, after)
+    assert isinstance(again.method, TPL)
+    for t in range(3):
+        assert torch.equal(again.method.bank.outputs(trained.probe, t).features, trained.seen[2][t][0])
+
+
+def test_methods_over_one_bank_train_once_and_other_seeds_one_after_the_other(stream: Stream) -> None:
+    """Side by side or alone, the numbers are the same to the last bit: there is no pass that networks could share."""
+    names = ("tpl", "more", "row", "hat")
+    together = [learner_for(name, epochs=1) for name in names]
+    together.append(learner_for("tpl", epochs=1, seed=1))
+    for task in stream[:2]:
+        learn_together([each.method for each in together], [task] * 5, [silent] * 5)
+    kernels = []
+    for each in together:
+        assert isinstance(each.method, BankMethod)
+        kernels.append(each.method.bank.adapters.state_dict()["kernels"])
+        probabilities = each.method.log_probabilities(probes(each, stream)).exp()
+        torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(len(probabilities), dtype=torch.float64))
+    assert torch.equal(kernels[0], kernels[1]) and torch.equal(kernels[0], kernels[2])
+    assert not torch.equal(kernels[0], kernels[3]) and not torch.equal(kernels[0], kernels[4])
+    alone = learner_for("tpl", epochs=1)
+    for task in stream[:2]:
+        alone.learn(task, held_out=0)
+    assert isinstance(alone.method, TPL)
+    assert torch.equal(alone.method.bank.adapters.state_dict()["kernels"], kernels[0])
+
+
+@pytest.mark.parametrize("method", ["finetune", "replay", "joint"])
+def test_single_networks_learn_save_and_answer_image_by_image(method: str, stream: Stream, tmp_path: Path) -> None:
+    learner = learner_for(method, augment="crop")
+    for t, task in enumerate(stream):
+        learner.learn(stream.union(t) if learner.method.cumulative else task, held_out=0)
+    newest = stream[2].test
+    assert newest is not None
+    log_p = learner.log_probabilities(newest)
+    assert np.mean(log_p[:, 4:].argmax(dim=1).numpy() == newest.labels) > 0.7
+    pixels = learner.prepare(newest)
+    alone = torch.cat([learner.method.log_probabilities(image) for image in pixels.split(1)])
+    torch.testing.assert_close(alone, log_p, rtol=1e-4, atol=1e-4)
+    learner.save(tmp_path / "model")
+    assert torch.equal(Learner.load(tmp_path / "model", device="cpu").log_probabilities(newest), log_p)
+
+
+def test_what_needs_pre_training_says_so() -> None:
+    for method in ("slda", "l2p", "ranpac", "tpl-plus", "supsup", "owm", "der"):
+        with pytest.raises(TplError, match=f"'{method}' stands on a pre-trained encoder.* by finetune, hat, joint"):
+            Learner(method, ENCODER, device="cpu")
+    with pytest.raises(TplError, match="protect=hat"):
+        learner_for("tpl", protect="supsup")
