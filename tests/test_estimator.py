@@ -209,7 +209,8 @@ def test_words_of_growing_length_stay_whole() -> None:
     ("options", "message"),
     [({"latent": 0}, "latent must be at least 1"), ({"held_out": 1.0}, "held_out must be below 1"),
      ({"standardise": "yes"}, "standardise must be one of"), ({"gamma": 0}, "gamma must be above 0"),
-     ({"device": "abacus"}, "Device 'abacus' cannot be used here"), ({"lr": "fast"}, "lr must be a float")],
+     ({"device": "abacus"}, "Device 'abacus' cannot be used here"), ({"lr": "fast"}, "lr must be a float"),
+     ({"augment": "mirror"}, "augment=mirror is for images")],
 )  # fmt: skip
 def test_bad_options_are_named(options, message) -> None:
     with pytest.raises(ValueError, match=message):

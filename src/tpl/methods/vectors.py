@@ -49,6 +49,8 @@ class VectorConfig(TPLConfig):
         super().__post_init__()
         if self.held_out >= 1:
             raise TplError(f"held_out must be below 1; got {self.held_out}.")
+        if self.augment != "none":
+            raise TplError(f"augment={self.augment} is for images; vectors are taken as they are.")
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 The encoder is shared, and so are the weights trained in it: adapters, or all of a network that starts from scratch. A
 task owns its mask, its norms and its head. While it is trained, the protection holds still every weight that an earlier
-task uses,
-so an old task's features never change: with binary masks not by a single bit.
+task uses, so an old task's features never change: with binary masks not by a single bit.
 """
 
 from __future__ import annotations
