@@ -43,7 +43,7 @@ def export(
 
     uint8 images go in; log-probabilities of classes, probabilities of tasks and the unknown score come out. Class
     names and input size are in the file. It is compared with the model on a few stored images before it appears; with
-    --check or --data, on labelled ones too. Takes about 15 seconds with the compact encoder.
+    --check or --data, on labelled ones too. Takes about half a minute.
 
     Examples:
 
