@@ -15,6 +15,7 @@ for _name in (
     "model",
     "model_evaluate",
     "serve",
+    "export",
     "bench",
     "study",
     "figure",

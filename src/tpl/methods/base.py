@@ -264,8 +264,7 @@ def task_of_class(task_classes: Sequence[Sequence[str]]) -> Tensor:
 
 def owners(sizes: Sequence[int]) -> Tensor:
     """0 as often as the first size says, then 1 as often as the second, and so on."""
-    counts = torch.tensor(sizes, dtype=torch.long)
-    return torch.arange(len(counts)).repeat_interleave(counts)
+    return torch.tensor([t for t, size in enumerate(sizes) for _ in range(size)], dtype=torch.long)
 
 
 def _cloned(part: Any) -> Any:

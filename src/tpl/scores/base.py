@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 
@@ -53,3 +55,8 @@ class Score(ABC):
         for key, value in state.items():
             setattr(self, key, value)
         return self
+
+
+def in_blocks(rows: Tensor, size: int) -> Sequence[Tensor]:
+    """Rows in blocks that bound the memory; all at once while a graph is traced, whose number of rows is left open."""
+    return [rows] if torch.compiler.is_compiling() else rows.split(size)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 def p_values(scores: Tensor, held_out: Tensor) -> Tensor:
     """(1 + how many of the sorted `held_out` scores are no larger) / (1 + how many there are); without any, 1."""
-    below = torch.searchsorted(held_out, scores, right=True)
+    if torch.compiler.is_compiling():  # ONNX has no counterpart of searchsorted
+        below = (held_out <= scores.unsqueeze(1)).sum(dim=1)
+    else:
+        below = torch.searchsorted(held_out, scores, right=True)
     return (1 + below).double() / (1 + len(held_out))
 
 

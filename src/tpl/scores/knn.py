@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.scores.base import Score
+from tpl.scores.base import Score, in_blocks
 
 BLOCK = 4096  # rows compared at a time, so that no n x n intermediate appears
 
@@ -48,12 +49,11 @@ class NearestNeighbours(Score):
         A sample that is itself in the bank would find itself at distance zero; `skip` leaves it out.
         """
         if len(self.bank_) == 0:
-            return z.new_zeros(len(z), dtype=torch.float64)
+            return z.new_zeros(z.shape[0], dtype=torch.float64)  # not len(z): that would fix it in a traced graph
         z = F.normalize(z.double(), dim=1)
         k = min(self.k, len(self.bank_))
         parts = []
-        for start in range(0, len(z), BLOCK):
-            block = z[start : start + BLOCK]
+        for start, block in zip(count(0, BLOCK), in_blocks(z, BLOCK), strict=False):
             squared = (2 - 2 * block @ self.bank_.T).clamp_min(0)
             if skip is not None:
                 rows = torch.nonzero(skip[start : start + BLOCK] >= 0).squeeze(1)
@@ -61,7 +61,7 @@ class NearestNeighbours(Score):
                 squared[rows, skip[start + rows]] = torch.inf if len(self.bank_) > 1 else 0.0
             nearest = squared.topk(k, dim=1, largest=False).values
             parts.append(torch.where(nearest.isfinite(), nearest, 0).amax(dim=1))
-        squared = torch.cat(parts) if parts else z.new_zeros(0)
+        squared = torch.cat(parts)
         return squared if self.distance == "squared" else squared.sqrt()
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ class Mahalanobis(Score):
         """Squared Mahalanobis distances to every class mean, `[n, c]`."""
         white, centres = z.double() @ self.whitening_, self.means_ @ self.whitening_
         # Differences, not the expanded square: exact for features close to a centre.
+        if torch.compiler.is_compiling():  # ONNX has no counterpart of cdist
+            return (white.unsqueeze(1) - centres).square().sum(dim=2)
         return torch.cdist(white, centres, compute_mode="donot_use_mm_for_euclid_dist").square()
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class LikelihoodRatio(Score):
             return self.others_scale * self.others_centres.score_features(z, z)
         if self.config.out_of_task == "knn":
             return -self.others.distances(z, skip)
-        return z.new_zeros(len(z), dtype=torch.float64)
+        return z.new_zeros(z.shape[0], dtype=torch.float64)
 
     def state(self) -> dict[str, Tensor]:
         """What was learned, by name."""

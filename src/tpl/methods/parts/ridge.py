@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpl.scores.base import in_blocks
+
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 256, 10_000  # random features
 HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
@@ -112,7 +114,7 @@ class RandomRidge:
 
     def log_probabilities(self, z: Tensor) -> Tensor:
         """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
-        answers = torch.cat([self.hidden(part) @ self.weights for part in z.split(BLOCK)])
+        answers = torch.cat([self.hidden(part) @ self.weights for part in in_blocks(z, BLOCK)])
         return (answers / self.temperature).log_softmax(dim=1)
 
     def forget(self, c: int) -> None:
