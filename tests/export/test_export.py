@@ -24,20 +24,20 @@ from tpl import Learner, TplError, cli
 from tpl._version import __version__
 from tpl.export.file import export_onnx, quantised
 from tpl.export.graph import AnswerGraph
-from tpl.nets import Encoder
 from tpl.nets.compact import DATA_CONFIG
+from tpl.nets.encoder import ViTEncoder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 16, "device": "cpu"}
 PETS, BIRDS = ["cat", "cow"], ["hen", "owl"]
 
 
-def tiny(name: str, weights: object = None) -> Encoder:
+def tiny(name: str, weights: object = None) -> ViTEncoder:
     """One block or two, quick to trace; the small one has layer scale, and its norm behind the pooling."""
     torch.manual_seed(0)
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 0}
     kinds = {"one": {"depth": 1, "init_values": 0.5, "global_pool": "avg"}, "two": {"depth": 2}}
-    return Encoder(VisionTransformer(**shape, **kinds[name]), name, "0" * 64, DATA_CONFIG)
+    return ViTEncoder(VisionTransformer(**shape, **kinds[name]), name, "0" * 64, DATA_CONFIG)
 
 
 @pytest.fixture(scope="module", autouse=True)

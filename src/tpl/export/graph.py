@@ -17,6 +17,7 @@ from tpl.methods.bank import Outputs
 from tpl.methods.base import task_of_class
 from tpl.methods.plus import ALL, TPLPlus
 from tpl.methods.tpl import TPL
+from tpl.nets.encoder import ViTEncoder
 from tpl.scores.conformal import unknown_scores
 
 CPU = torch.device("cpu")
@@ -33,6 +34,8 @@ def exportable(learner: Learner) -> TPL:
             f"This model asks only some of its tasks about an image (passes={method.config.passes}), a graph asks all. "
             "Change that first, in Python: learner.method.rescore(passes='all'), then learner.save(...)."
         )
+    if not isinstance(method.encoder, ViTEncoder):
+        raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
     if not method.classes_:
         raise TplError("Nothing was learned yet: there is nothing to export.")
     if method.compute.device != CPU or method.compute.bf16:
@@ -46,7 +49,9 @@ class AnswerGraph(nn.Module):
     def __init__(self, method: TPL, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.method = method
-        encoder = method.encoder if dtype == torch.float32 else copy.deepcopy(method.encoder).to(dtype)
+        encoder = method.encoder
+        assert isinstance(encoder, ViTEncoder)  # `exportable` saw to it
+        encoder = encoder if dtype == torch.float32 else copy.deepcopy(encoder).to(dtype)
         self.trunk = trunk_of(method, encoder, dtype)
         self.normalise = method.preprocess.normaliser(CPU)
         owner = task_of_class(method.task_classes_)
@@ -60,9 +65,15 @@ class AnswerGraph(nn.Module):
         method = self.method
         seen = self.trunk(self.normalise(images)).unbind(0)
         outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(seen[: len(method.bank.tasks)])]
-        log_p = method.log_probabilities_of(outputs, common=seen[-1] if isinstance(method, TPLPlus) else None)
+        log_p = method.log_probabilities_of(outputs, common=self._common(seen))
         answers = [log_p, log_p.exp() @ self.members]
         if self.tells_unknown:
             known = [method.knownness(t, each) for t, each in enumerate(outputs)]
             answers.append(unknown_scores(known, self.held_out))
         return tuple(answer.float() for answer in answers)
+
+    def _common(self, seen: tuple[Tensor, ...]) -> Tensor | None:
+        """What the expert sees, if there is one: the trunk's last network is the encoder as it came."""
+        if not isinstance(self.method, TPLPlus):
+            return None
+        return seen[-1] if self.method.config.sees == "encoder" else torch.cat([seen[-1], seen[0]], dim=1)

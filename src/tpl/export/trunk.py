@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
-from tpl.nets import AdapterStack, Encoder
+from tpl.nets import AdapterStack
+from tpl.nets.encoder import ViTEncoder
 
 
 class Norm(NamedTuple):
@@ -50,7 +51,7 @@ class Adapter(NamedTuple):
 class Trunk(nn.Module):
     """Normalised images `[n, 3, height, width]` to features `[networks, n, dim]`, float32; it computes in `dtype`."""
 
-    def __init__(self, encoder: Encoder, norms: Tensor, adapters: list[Adapter], dtype: torch.dtype) -> None:
+    def __init__(self, encoder: ViTEncoder, norms: Tensor, adapters: list[Adapter], dtype: torch.dtype) -> None:
         super().__init__()
         self.encoder, self.dtype, self.networks = encoder, dtype, len(norms)
         self.norms = [Norm(*(part.unsqueeze(1).unsqueeze(1) for part in each.unbind(1))) for each in norms.unbind(1)]
@@ -77,7 +78,7 @@ class Trunk(nn.Module):
         return x
 
 
-def trunk_of(method: TPL, encoder: Encoder, dtype: torch.dtype) -> Trunk:
+def trunk_of(method: TPL, encoder: ViTEncoder, dtype: torch.dtype) -> Trunk:
     """The trunk with a network for each task, and last, for a method that asks it, the encoder as it is."""
     norms = [task.norms.detach() for task in method.bank.tasks]
     if isinstance(method, TPLPlus):  # its own norms, and nothing adapted
@@ -96,7 +97,9 @@ def _adapters(method: TPL, networks: int, dtype: torch.dtype) -> list[Adapter]:
         down, up = (part.to(dtype)[:, None, None] for part in shared.split(torch.stack(masks)))
         rows = zip(shared.to(dtype).layers(), down.unbind(3), up.unbind(3), strict=True)
         return [Adapter(_turned(w.down_weight), w.down_bias, d, _turned(w.up_weight), w.up_bias, u) for w, d, u in rows]
-    folded = [bank.weights(t) for t in range(len(bank.tasks))]  # masks of weights: weights of its own for each network
+    folded = [
+        AdapterStack(*bank.weights(t)) for t in range(len(bank.tasks))
+    ]  # masks of weights: weights of its own for each network
     folded += [AdapterStack(*(torch.zeros_like(weight) for weight in shared))] * bare
     layers = zip(*(stack.to(dtype).layers() for stack in folded), strict=True)
     stacked = [AdapterStack(*(torch.stack(parts).detach() for parts in zip(*each, strict=True))) for each in layers]
