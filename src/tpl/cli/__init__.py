@@ -16,6 +16,7 @@ for _name in (
     "model_evaluate",
     "serve",
     "bench",
+    "suite",
     "study",
     "figure",
     "reproduce",
