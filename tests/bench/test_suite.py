@@ -7,6 +7,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 import tomllib
 from contextlib import closing
 from dataclasses import replace
@@ -25,7 +28,7 @@ from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute
 from tpl.bench.suite import Suite, check_suite, over, read_suite
 from tpl.bench.suite_run import SuiteRun
-from tpl.bench.suite_state import RunState, read_states
+from tpl.bench.suite_state import RunState, is_alive, read_states
 from tpl.engine import Event
 
 ROOT = Path(__file__).parents[2]
@@ -191,9 +194,31 @@ def test_workers_end_when_the_suite_stops_listening(tmp_path: Path) -> None:
             pids += [event.data["pid"]] if event.kind == "started" else []
             if len(pids) == 2:
                 break
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert len(pids) == 2 and not any(map(is_alive, pids))
+
+
+def test_workers_end_with_a_suite_that_is_killed(tmp_path: Path) -> None:
+    (job,) = jobs_in(tmp_path, {"a": ["wait"]})
+    program = """
+import sys
+from light_jobs import LightEngine
+from tpl.bench.engines import Job
+if __name__ == "__main__":
+    for event in LightEngine("cpu", 1).run([Job.from_json(sys.argv[1])]):
+        print(event.kind, event.data.get("pid"), flush=True)
+"""
+    (tmp_path / "program.py").write_text(program)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, str(tmp_path / "program.py"), job.to_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}) as suite:
+        assert suite.stdout is not None
+        worker = int(suite.stdout.readline().split()[1])
+        assert suite.stdout.readline().startswith("run")  # it is at work
+        suite.kill()
+    deadline = time.monotonic() + 30
+    while is_alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_workers_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,39 +17,31 @@ What is more special wins: [method] over [benchmark.NAME.options] over [options]
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.run import RunSpec
+from tpl.bench.suite_checks import (
+    GRID,
+    ONE_FOR_ALL,
+    PATHS,
+    Table,
+    as_table,
+    check_keys,
+    check_options,
+    check_order,
+    check_settings,
+    check_spec,
+    grid_list,
+    options_of,
+)
 from tpl.errors import TplError
 from tpl.methods import find_method
 from tpl.nets.compact import NAME as COMPACT
-from tpl.stream import class_order
-
-Table = Mapping[str, Any]
-
-GRID: dict[str, type] = {"methods": str, "benchmarks": str, "orders": str, "seeds": int}
-DEFAULTS: dict[str, list[Any]] = {"orders": ["natural"], "seeds": [0]}
-# What [run] may say, and the types of its values.
-SETTINGS: dict[str, tuple[type, ...]] = {
-    "encoder": (str,),
-    "weights": (str,),
-    "data": (str,),
-    "download": (bool,),
-    "per_task": (int, list),
-    "tasks": (int,),
-    "validation": (float, int),
-    "device": (str,),
-    "precision": (str,),
-    "compile": (str,),
-}
-ONE_FOR_ALL = ("device",)  # workers are started for it
-PATHS = ("data", "weights")
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ class Suite:
         settings |= {name: Path(settings[name]).expanduser() for name in PATHS if name in settings}
         if isinstance(settings.get("per_task"), list):
             settings["per_task"] = tuple(settings["per_task"])
-        known = _options_of(method)
+        known = options_of(method)
         options = {name: value for name, value in common.items() if name in known} | self.method.get(method, {})
         return RunSpec(benchmark, method, order=order, seed=seed, options=options, **settings)
 
@@ -118,20 +110,20 @@ def over(content: Table, grid: Table, settings: Table, options: Table) -> dict[s
     everywhere = {name: value for name, value in options.items() if "." not in name}
     for kind in ("method", "benchmark"):
         dropped = set(content.get(f"{kind}s") or ()) - set(grid.get(f"{kind}s") or content.get(f"{kind}s") or ())
-        tables = _table(kind, content.get(kind, {}))
+        tables = as_table(kind, content.get(kind, {}))
         stale = everywhere if kind == "method" else given
         merged[kind] = {
-            name: {key: value for key, value in _table(f"{kind}.{name}", table).items() if key not in stale}
+            name: {key: value for key, value in as_table(f"{kind}.{name}", table).items() if key not in stale}
             for name, table in tables.items()
             if name not in dropped
         }
     for name, table in merged["benchmark"].items():
         if "options" in table:
-            special = _table(f"benchmark.{name}.options", table["options"])
+            special = as_table(f"benchmark.{name}.options", table["options"])
             table["options"] = {key: value for key, value in special.items() if key not in everywhere}
     merged |= {name: value for name, value in grid.items() if value is not None}
-    merged["run"] = _table("run", content.get("run", {})) | given
-    merged["options"] = _table("options", content.get("options", {})) | everywhere
+    merged["run"] = as_table("run", content.get("run", {})) | given
+    merged["options"] = as_table("options", content.get("options", {})) | everywhere
     for name in options.keys() - everywhere.keys():
         wanted, _, option = name.rpartition(".")
         # An option's name is given with - or _; a method's has only one spelling.
@@ -142,100 +134,34 @@ def over(content: Table, grid: Table, settings: Table, options: Table) -> dict[s
 
 def check_suite(content: Table) -> Suite:
     """The suite that a file, options, or both describe; every mistake is named before anything runs."""
-    _check_keys("A suite", content, [*GRID, "run", "options", "method", "benchmark"])
-    grid = {name: _grid(name, content) for name in GRID}
-    tables = {name: _table(name, content.get(name, {})) for name in ("run", "options", "method", "benchmark")}
+    check_keys("A suite", content, [*GRID, "run", "options", "method", "benchmark"])
+    grid = {name: grid_list(name, content) for name in GRID}
+    tables = {name: as_table(name, content.get(name, {})) for name in ("run", "options", "method", "benchmark")}
     for method in grid["methods"]:
         find_method(method)
     for benchmark in grid["benchmarks"]:
         find_benchmark(benchmark)
     for order in grid["orders"]:
-        _check_order(order)
-    _check_settings("[run]", tables["run"])
+        check_order(order)
+    check_settings("[run]", tables["run"])
     for kind in ("method", "benchmark"):
         for name in tables[kind]:
             if name not in grid[f"{kind}s"]:
                 raise TplError(f"[{kind}.{name}] is for a {kind} that is not in {kind}s = {grid[f'{kind}s']}.")
-            _table(f"{kind}.{name}", tables[kind][name])
-    _check_options("[options]", tables["options"], grid["methods"])
+            as_table(f"{kind}.{name}", tables[kind][name])
+    check_options("[options]", tables["options"], grid["methods"])
     for name, table in tables["method"].items():
-        _check_options(f"[method.{name}]", table, [name])
+        check_options(f"[method.{name}]", table, [name])
     for name, table in tables["benchmark"].items():
         place = f"[benchmark.{name}]"
-        _check_settings(place, {key: value for key, value in table.items() if key != "options"}, more=["options"])
-        _check_options(
-            f"[benchmark.{name}.options]", _table(f"{place}.options", table.get("options", {})), grid["methods"]
+        check_settings(place, {key: value for key, value in table.items() if key != "options"}, more=["options"])
+        check_options(
+            f"[benchmark.{name}.options]", as_table(f"{place}.options", table.get("options", {})), grid["methods"]
         )
         if fixed := [key for key in ONE_FOR_ALL if key in table]:
             raise TplError(f"{place}: {fixed[0]} is the same for all runs; say it in [run].")
     checked: dict[str, Any] = {**grid, **tables}
     suite = Suite(**checked)
     for spec in suite.specs():
-        _check_spec(spec)
+        check_spec(spec)
     return suite
-
-
-def _grid(name: str, content: Table) -> list[Any]:
-    values = content.get(name, DEFAULTS.get(name, []))
-    kind = GRID[name]
-    if not isinstance(values, list) or not values or any(type(value) is not kind for value in values):
-        what = "whole numbers" if kind is int else "names"
-        example = {"methods": '["tpl", "hat"]', "benchmarks": '["digits-5t"]', "orders": '["natural"]'}.get(name, "[0]")
-        raise TplError(f"A suite needs {name}, a list of {what} such as {name} = {example}.")
-    if len(set(values)) < len(values):
-        twice = next(value for value in values if values.count(value) > 1)
-        raise TplError(f"{name} names {twice} twice.")
-    if kind is int and min(values) < 0:
-        raise TplError(f"seeds must be 0 or more; got {min(values)}.")
-    return list(values)
-
-
-def _table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TplError(f"{name} must be a table of names and values; got '{value}'.")
-    return dict(value)
-
-
-def _check_keys(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" (do you mean '{near[0]}'?)" if near else ""
-            raise TplError(f"{where} has no key '{key}'{hint}; there are {', '.join(known)}.")
-
-
-def _check_settings(where: str, table: Table, more: Iterable[str] = ()) -> None:
-    _check_keys(where, table, [*SETTINGS, *more])
-    for name, value in table.items():
-        if type(value) not in SETTINGS[name]:
-            kinds = " or a ".join(kind.__name__ for kind in SETTINGS[name])
-            raise TplError(f"{where}: {name} must be a {kinds}; got {value!r}.")
-        if name in PATHS and not Path(value).expanduser().exists() and not table.get("download"):
-            raise TplError(f"{where}: {name} = {value!r} is not there. Paths are relative to the current folder.")
-        if isinstance(value, list) and not all(type(size) is int for size in value):
-            raise TplError(f"{where}: {name} must be a number of classes, or a list of them; got {value!r}.")
-
-
-def _check_options(where: str, table: Table, methods: list[str]) -> None:
-    """Every option must be one of some method in the suite: one that none has is a mistake."""
-    known = sorted({name for method in methods for name in _options_of(method)})
-    _check_keys(where, table, known)
-
-
-def _check_order(order: str) -> None:
-    if not order.rpartition(":")[0].lower().endswith(".json"):
-        class_order(order, "", 1)
-    elif not Path(order.rpartition(":")[0]).expanduser().is_file():
-        raise TplError(f"There is no class-order file {order.rpartition(':')[0]}: check the path in orders.")
-
-
-def _check_spec(spec: RunSpec) -> None:
-    try:
-        spec.all_options()
-    except TplError as error:
-        raise TplError(f"{spec.method} on {spec.benchmark}: {error}") from error
-
-
-def _options_of(method: str) -> list[str]:
-    return [option.name for option in dataclasses.fields(find_method(method).config_class)]

@@ -119,8 +119,11 @@ def read_states(out: Path) -> list[RunState]:
     """All runs of a suite's directory: those that were planned, and any others that lie there."""
     if not out.is_dir():
         raise TplError(f"There is no directory {out}; name the --out of a suite.")
-    planned = _read(out / PLAN).get("runs", [])
-    states = [RunState(**{**run, "directory": out / run["directory"]}) for run in planned]
+    try:
+        planned = _read(out / PLAN).get("runs", [])
+        states = [RunState(**{**run, "directory": out / run["directory"]}) for run in planned]
+    except (TypeError, KeyError):
+        raise TplError(f"{out / PLAN} is not what a suite writes; remove it, the runs tell the rest.") from None
     known = {state.directory for state in states}
     others = [file.parent for file in sorted(out.glob("*/run.json")) if file.parent not in known]
     states += [_described(place) for place in others]
@@ -170,12 +173,17 @@ def _held(place: Path) -> bool:
         return False
     if holder.get("host") != socket.gethostname():
         return True  # nobody here can tell
+    return is_alive(int(holder["pid"]))  # one that was killed could not take its signature away
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine is there."""
     try:
-        os.kill(int(holder["pid"]), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return False  # killed: it could not take its signature away
+        return False
     except PermissionError:
-        return True
+        return True  # somebody else's
     return True
 
 

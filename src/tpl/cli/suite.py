@@ -153,7 +153,8 @@ def _run(content: dict[str, Any], place: Path, engine_name: str, workers: int | 
         print_json(run.report() | {"engine": engine_name, "workers": slots, "table": _table_rows(states)})
     else:
         _print_tables(states)
-        out.print(f"{counts_line(states)}, {sum(s.reused for s in states)} of them reused", highlight=False)
+        reused = sum(state.reused for state in states)
+        out.print(counts_line(states) + (f", {reused} of them reused" if reused else ""), highlight=False)
         _print_failures(states)
         out.print(f"Runs: [bold]{escape(str(place))}[/]", soft_wrap=True)
     if run.interrupted:
@@ -198,22 +199,25 @@ def _groups(states: Sequence[RunState]) -> dict[str, dict[str, list[Any]]]:
     return found
 
 
-def _table_rows(states: Sequence[RunState]) -> list[dict[str, Any]]:
+def _tables(states: Sequence[RunState]) -> dict[str, list[dict[str, Any]]]:
+    """For every benchmark the means over class orders and seeds, a row a method."""
+    groups = _groups(states)
+    if not groups:
+        return {}  # nothing to wait for: after Ctrl-C, not even for an import
     from tpl.report import mean_rows
 
-    return [
-        {"benchmark": benchmark} | row
-        for benchmark, methods in _groups(states).items()
-        for row in mean_rows(methods, "joint" if "joint" in methods else None)
-    ]
+    return {benchmark: mean_rows(of, "joint" if "joint" in of else None) for benchmark, of in groups.items()}
+
+
+def _table_rows(states: Sequence[RunState]) -> list[dict[str, Any]]:
+    return [{"benchmark": benchmark} | row for benchmark, rows in _tables(states).items() for row in rows]
 
 
 def _print_tables(states: Sequence[RunState]) -> None:
     """One table a benchmark; a method of which not all runs are finished says so."""
-    from tpl.report import mean_rows, rich_table
+    for benchmark, rows in _tables(states).items():
+        from tpl.report import rich_table
 
-    for benchmark, methods in _groups(states).items():
-        rows = mean_rows(methods, "joint" if "joint" in methods else None)
         for row in rows:
             asked = sum(s.method == row["name"] and s.benchmark == benchmark for s in states)
             row["name"] += "" if row["runs"] == asked else f" ({row['runs']} of {asked} runs)"

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpl.bench.engines.base import ATTEMPTS, FAILED, FINISHED, RETRIED, STARTED, Engine, Job, JobEvent
+from tpl.bench.engines.process import LOG, start
 from tpl.bench.engines.work import CarryOut, carry_out
 from tpl.errors import TplError
 
 MOST_ON_CPU = 8  # each takes the memory of a whole run
-LOG = "worker.log"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GRACE = 10.0  # seconds for a process to be gone
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -85,7 +80,7 @@ class LocalEngine(Engine):
             while waiting or working:
                 while waiting and free:
                     (job, attempt), slot = waiting.popleft(), free.pop(0)
-                    ear, process = _start(job, self.carry_out, self.environment(slot, slots))
+                    ear, process = start(job, self.carry_out, self.environment(slot, slots))
                     working[ear] = _Worker(job, attempt, slot, process)
                     yield JobEvent(job.name, STARTED, {"attempt": attempt, "pid": process.pid})
                 for ear in [ear for ear in wait(list(working)) if isinstance(ear, Connection)]:
@@ -122,16 +117,6 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def _start(job: Job, carry_out: CarryOut, environment: Mapping[str, str]) -> tuple[Connection, BaseProcess]:
-    ear, mouth = _SPAWN.Pipe(duplex=False)
-    process = _SPAWN.Process(target=_work, args=(job.to_json(), carry_out, mouth), name=job.name)
-    resource_tracker.ensure_running()  # its first start would undo the mask
-    with _environment(environment), _without_interrupts():
-        process.start()
-    mouth.close()  # the process holds the only one: its death is heard
-    return ear, process
-
-
 def _hear(ear: Connection, job: Job) -> JobEvent | None:
     """The next word of a worker; None when it has gone."""
     try:
@@ -166,67 +151,3 @@ def _stop(working: Mapping[Connection, _Worker]) -> None:
             worker.process.join()
         worker.process.close()
         ear.close()
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a process that starts now: torch reads them once, when it is imported."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back. A process that starts now never hears it: it is for the suite to end its workers."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# In the worker's process
-
-
-def _work(text: str, carry_out: CarryOut, mouth: Connection) -> None:
-    job = Job.from_json(text)
-    _keep_output(Path(job.directory))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-    def tell(kind: str, data: dict[str, Any]) -> None:
-        mouth.send_bytes(json.dumps({"kind": kind, "data": data}).encode())
-
-    carry_out(job, tell)
-    mouth.close()
-    os._exit(0)  # threads of libraries may still be at work; the run is on disk
-
-
-def _keep_output(place: Path) -> None:
-    """Whatever is printed goes into a file: the terminal is the suite's."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        log = os.open(place / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:
-        log = os.open(os.devnull, os.O_WRONLY)  # the run will say what is wrong with its directory
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-
-
-def _end_with_parent() -> None:
-    """End as soon as the suite has gone, even by kill -9."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(3)
