@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tpl.bench.engines.base import ATTEMPTS, FAILED, FINISHED, RETRIED, STARTED, Engine, Job, JobEvent
-from tpl.bench.engines.process import LOG, start
+from tpl.bench.engines.process import LOG, start, without_interrupts
 from tpl.bench.engines.work import CarryOut, carry_out
 from tpl.errors import TplError
 
@@ -80,8 +80,9 @@ class LocalEngine(Engine):
             while waiting or working:
                 while waiting and free:
                     (job, attempt), slot = waiting.popleft(), free.pop(0)
-                    ear, process = start(job, self.carry_out, self.environment(slot, slots))
-                    working[ear] = _Worker(job, attempt, slot, process)
+                    with without_interrupts():  # no process without its entry: it would never be ended
+                        ear, process = start(job, self.carry_out, self.environment(slot, slots))
+                        working[ear] = _Worker(job, attempt, slot, process)
                     yield JobEvent(job.name, STARTED, {"attempt": attempt, "pid": process.pid})
                 for ear in [ear for ear in wait(list(working)) if isinstance(ear, Connection)]:
                     worker = working[ear]
@@ -100,7 +101,8 @@ class LocalEngine(Engine):
                         waiting.appendleft((worker.job, worker.attempt + 1))
                     yield end
         finally:
-            _stop(working)
+            with without_interrupts():  # an impatient second Ctrl-C leaves nobody behind
+                _stop(working)
 
 
 def cores() -> int:

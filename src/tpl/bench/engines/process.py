@@ -23,11 +23,13 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def start(job: Job, carry_out: CarryOut, environment: Mapping[str, str]) -> tuple[Connection, BaseProcess]:
-    """Start a process that carries out a job under some variables of its own. It tells of it through the connection."""
+    """Start a process that carries out a job under some variables of its own. It tells of it through the connection.
+
+    To be called `without_interrupts`: the process never hears Ctrl-C then. It is for the suite to end its workers.
+    """
     ear, mouth = _SPAWN.Pipe(duplex=False)
     process = _SPAWN.Process(target=_work, args=(job.to_json(), carry_out, mouth), name=job.name)
-    resource_tracker.ensure_running()  # its first start would undo the mask
-    with _environment(environment), _without_interrupts():
+    with _environment(environment):
         process.start()
     mouth.close()  # the process holds the only one: its death is heard
     return ear, process
@@ -49,11 +51,12 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back. A process that starts now never hears it: it is for the suite to end its workers."""
+def without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back; it comes through afterwards. A process that is started meanwhile never hears it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    resource_tracker.ensure_running()  # else the first process starts it, and that undoes the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
