@@ -117,6 +117,7 @@ def test_the_file_answers_as_the_model(file: Path, learner: Learner, place: Path
 def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, tmp_path: Path) -> None:
     """The other choice wherever the default model above has one."""
     choices = {"protect": "supsup", "calibration": "probability", "compose": "and", "logit": "ebo", "out_of_task": "md"}
+    choices |= {"sees": "first"}
     learner = taught(place, "tpl-plus", "one", ["pets", "birds"], held_out=0, width=32, **choices)
     export_onnx(learner, tmp_path / "plus.onnx")
     for batch in (1, 3, 8):

@@ -297,7 +297,7 @@ def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learne
         "test_images": [len(task.test) if task.test is not None else 0 for task in stream],
         "validation": spec.validation,
         "encoder": {"name": encoder.name, "sha256": encoder.sha256},
-        "data": {"train": fingerprint([t.train for t in stream]), "test": fingerprint([t.test for t in stream])},
+        "data": data_hashes(stream),
         "precision": "bf16" if learner.method.compute.bf16 else "fp32",
     }
     file = out / "run.json"
@@ -309,6 +309,11 @@ def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learne
         return
     what["environment"] = describe_environment(learner.method.compute.device)
     replace_text(file, json.dumps(what, indent=2) + "\n")
+
+
+def data_hashes(stream: Stream) -> dict[str, str]:
+    """What tells a run's images from others."""
+    return {"train": fingerprint([t.train for t in stream]), "test": fingerprint([t.test for t in stream])}
 
 
 def _stage_file(out: Path, stage: int) -> Path:

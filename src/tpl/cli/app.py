@@ -87,12 +87,12 @@ def assignments(texts: list[str]) -> dict[str, str]:
 
 def class_orders(text: str) -> list[str]:
     """`natural,random:1` as a list of class orders, each named once."""
-    return _names(text, "Class orders", "natural,random:1")
+    return names(text, "Class orders", "natural,random:1")
 
 
 def method_names(text: str) -> list[str]:
     """`tpl,more` as a list of methods, each named once."""
-    return _names(text, "Methods", "tpl,more")
+    return names(text, "Methods", "tpl,more")
 
 
 def separate(text: str) -> list[str]:
@@ -100,11 +100,23 @@ def separate(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _names(text: str, what: str, example: str) -> list[str]:
-    names = separate(text)
-    if not names or len(set(names)) < len(names):
+def names(text: str, what: str, example: str) -> list[str]:
+    """Names joined by commas, each given once; `what` they are, for the one who mistypes them."""
+    found = separate(text)
+    if not found or len(set(found)) < len(found):
         raise TplError(f"{what} are joined by commas, each named once, such as {example}.")
-    return names
+    return found
+
+
+def class_sizes(text: str | None) -> int | tuple[int, ...] | None:
+    """`5` or `10,2,3` as numbers of classes a task."""
+    if text is None:
+        return None
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TplError(f"--per-task takes a number or numbers joined by commas; got '{text}'.") from None
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
 def print_json(content: Any) -> None:

@@ -27,6 +27,7 @@ from tpl.cli.app import (
     Weights,
     app,
     class_orders,
+    class_sizes,
     err,
     method_names,
     out,
@@ -34,7 +35,6 @@ from tpl.cli.app import (
     print_json,
     separate,
 )
-from tpl.errors import TplError
 
 
 @app.command()
@@ -149,7 +149,7 @@ def run(
             download,
             each,
             seed,
-            per_task=_sizes(per_task),
+            per_task=class_sizes(per_task),
             tasks=tasks,
             validation=validation,
             device=device,
@@ -255,14 +255,3 @@ def report(
         return
     out.print(rich_table(summary_rows(found, joint), width=out.width))
     out.print(f"The page: [bold]{escape(str(file))}[/]", soft_wrap=True)
-
-
-def _sizes(text: str | None) -> int | tuple[int, ...] | None:
-    """`5` or `10,2,3` as numbers of classes."""
-    if text is None:
-        return None
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise TplError(f"--per-task takes a number or numbers joined by commas; got '{text}'.") from None
-    return sizes if len(sizes) > 1 else sizes[0]

@@ -1,6 +1,6 @@
 """Comparing runs: a self-contained page, and the same numbers as tables."""
 
 from tpl.report.page import write_page
-from tpl.report.tables import markdown, rich_table, summary_rows
+from tpl.report.tables import markdown, mean_rows, rich_table, summary_rows
 
-__all__ = ["markdown", "rich_table", "summary_rows", "write_page"]
+__all__ = ["markdown", "mean_rows", "rich_table", "summary_rows", "write_page"]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.report.columns import ACCURACY, COLUMNS, FORGETTING, Column
+from tpl.report.columns import ACCURACY, COLUMNS, COST, FORGETTING, Column
 
 Row = dict[str, Any]
 
@@ -52,15 +53,49 @@ def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> lis
     return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
 
 
+def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = None) -> list[Row]:
+    """One row a group of runs, e.g. of several class orders and seeds: means, and deviations under `KEY_std`.
+
+    Forgetting is measured against the `joint` run over the same tasks and with the same seed, where each has one.
+    """
+    bounds = {_setting(run): run for run in groups.get(joint or "", ())}
+    rows = []
+    for name, runs in groups.items():
+        if not runs:
+            continue
+        found = [
+            dict(run.summary)
+            | (run.against(bounds[_setting(run)]) if name != joint and _setting(run) in bounds else {})
+            for run in runs
+        ]
+        row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
+        row["runs"] = len(runs)
+        for column in COLUMNS:
+            values = [_number(values.get(column.key)) for values in found]
+            numbers = [value for value in values if value is not None]
+            complete = len(numbers) == len(runs)  # a mean over some of the runs would not say which
+            row[column.key] = float(np.mean(numbers)) if complete else None
+            spread = complete and len(runs) > 1 and column.group != COST
+            row[f"{column.key}_std"] = float(np.std(numbers, ddof=1)) if spread else None
+        rows.append(row)
+    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def _setting(run: RunResult) -> tuple[Any, ...]:
+    return tuple(run.description.get(key) for key in ("benchmark", "order", "seed", "validation"))
+
+
 def columns_of(rows: Sequence[Row]) -> list[Column]:
     """The columns for which at least one run has a number."""
     return [column for column in COLUMNS if any(row[column.key] is not None for row in rows)]
 
 
 def cell(row: Row, column: Column) -> str:
-    """A number as every table shows it."""
-    value = row[column.key]
-    return ABSENT if value is None else column.show(value)
+    """A number as every table shows it, with its deviation where a row stands for several runs."""
+    value, deviation = row[column.key], row.get(f"{column.key}_std")
+    if value is None:
+        return ABSENT
+    return column.show(value) if deviation is None else f"{column.show(value)} ± {column.show(deviation)}"
 
 
 def best(rows: Sequence[Row], column: Column) -> set[str]:
@@ -69,7 +104,7 @@ def best(rows: Sequence[Row], column: Column) -> set[str]:
     if not column.better or len(values) < 2:
         return set()
     winner = max(values.values(), key=lambda row: column.better * row[column.key])
-    return {name for name, row in values.items() if cell(row, column) == cell(winner, column)}
+    return {name for name, row in values.items() if column.show(row[column.key]) == column.show(winner[column.key])}
 
 
 def markdown(rows: Sequence[Row]) -> str:

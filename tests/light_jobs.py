@@ -1,0 +1,65 @@
+"""An engine for tests: the processes are real, what they do is a script and takes no time; torch is not imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from tpl.bench.engines.base import Job
+from tpl.bench.engines.local import LocalEngine
+from tpl.bench.engines.work import Tell
+
+SCRIPT = "script.json"  # beside the run directories: for every job, what it does at its first attempt, its second, ...
+MADE = "made"  # finished runs to be taken, beside the script
+
+
+def write_script(out: Path, script: dict[str, list[str]]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / SCRIPT).write_text(json.dumps(script), encoding="utf-8")
+
+
+def attempts(place: Path) -> list[dict[str, Any]]:
+    """What each process that worked on a job has noted: its number, its parent's and its variables."""
+    file = place / "attempts"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def carry_out(job: Job, tell: Tell) -> None:
+    place = Path(job.directory)
+    script = json.loads((place.parent / SCRIPT).read_text(encoding="utf-8"))
+    todo = script[job.name][len(attempts(place))]
+    seen = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    with (place / "attempts").open("a") as stream:
+        stream.write(json.dumps({"pid": os.getpid()} | seen) + "\n")
+    tell("run", {"images": [10, 10], "learned": 0})
+    match todo:
+        case "finish":
+            shutil.copytree(place.parent / MADE / job.name, place, dirs_exist_ok=True)
+            tell("finished", {})
+        case "refuse":
+            tell("failed", {"error": "there is no such data", "final": True})
+        case "stumble":
+            print("what went wrong", flush=True)  # noqa: T201
+            tell("failed", {"error": "RuntimeError: once", "final": False})
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(7)
+        case "interrupt":  # as Ctrl-C would
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        case "wait":
+            time.sleep(60)
+
+
+class LightEngine(LocalEngine):
+    """`local`, with light jobs."""
+
+    def __init__(self, device: str = "auto", workers: int | None = None) -> None:
+        super().__init__(device, workers)
+        self.carry_out = carry_out
