@@ -18,7 +18,7 @@ from tpl.methods import load_methods
 from tpl.stream import Stream, TaskClosed
 
 Case = tuple[str, dict[str, object]]  # a method and its options
-OPTIONS = {"latent": 16, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 30}
+OPTIONS = {"latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 30}
 # Second stages of single methods: as short as they can be and still happen.
 OPTIONS |= {"balanced_epochs": 1, "anchor_steps": 3, "fusion_epochs": 5, "negative_steps": 1}
 

@@ -20,8 +20,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from tpl.errors import TplError
 from tpl.estimator import TPLClassifier
-from tpl.methods.vectors import VectorMemory, standardisation
+from tpl.methods.vectors import VectorConfig, VectorMemory, standardisation
 
 Data = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]
 TASKS = ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9])
@@ -209,8 +210,7 @@ def test_words_of_growing_length_stay_whole() -> None:
     ("options", "message"),
     [({"latent": 0}, "latent must be at least 1"), ({"held_out": 1.0}, "held_out must be below 1"),
      ({"standardise": "yes"}, "standardise must be one of"), ({"gamma": 0}, "gamma must be above 0"),
-     ({"device": "abacus"}, "Device 'abacus' cannot be used here"), ({"lr": "fast"}, "lr must be a float"),
-     ({"augment": "mirror"}, "augment=mirror is for images")],
+     ({"device": "abacus"}, "Device 'abacus' cannot be used here"), ({"lr": "fast"}, "lr must be a float")],
 )  # fmt: skip
 def test_bad_options_are_named(options, message) -> None:
     with pytest.raises(ValueError, match=message):
@@ -319,3 +319,8 @@ def test_the_example_in_the_documentation_runs() -> None:
     exec(example[1], names)
     assert names["accuracy"] > 0.95
     assert names["caught"] > 0.8
+
+
+def test_vectors_are_not_mirrored() -> None:
+    with pytest.raises(TplError, match="augment=mirror is for images"):
+        VectorConfig(augment="mirror")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,16 @@ def ask(place: Path, code: int) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, whatever ran in this process before."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGINT, handler)
+
+
 def status(place: Path, *more: str) -> Result:
     return CliRunner().invoke(cli.app, ["suite", "status", str(place), *more], env={"COLUMNS": "120"})
 
@@ -117,7 +129,9 @@ def test_what_fails_is_named_and_the_rest_goes_on(place: Path) -> None:
     assert "4 runs: 2 finished, 2 failed" in result.stdout and "tpl (1 of 2 runs)" in " ".join(result.stdout.split())
     assert "finished: slda on digits-5t, random:1, seed 0, Last 80.00 %" in result.stderr  # no terminal: a line a run
     assert states(place) == ["finished", "failed", "failed", "finished"]
-    assert "there is no such data" in status(place).stdout and "killed by signal 9" in status(place).stdout
+    errors = [run["error"] for run in json.loads(status(place, "--json").stdout)["runs"]]
+    assert errors[1] == "there is no such data" and "killed by signal 9" in errors[2]
+    assert "2 finished, 2 failed" in status(place).stdout
     script(place, "", "refuse refuse", "die die finish", "")
     answer = ask(place, 1)
     assert [run["reused"] for run in answer["runs"]] == [True, False, False, True]

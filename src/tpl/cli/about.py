@@ -27,7 +27,7 @@ def list_(as_json: AsJson = False) -> None:
     from tpl.scores import SCORES
 
     sections = {
-        "methods": {name: m.summary for name, m in load_methods().items()},
+        "methods": {name: m.summary for name, m in sorted(load_methods().items())},
         "benchmarks": {name: b.summary for name, b in BENCHMARKS.items()},
         "encoders": ENCODERS,
         "scores": {name: s.summary for name, s in SCORES.items()},

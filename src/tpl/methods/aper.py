@@ -30,10 +30,7 @@ from tpl.engine import Compute, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
-from tpl.state import State
 from tpl.stream import Task
-
-PARTS = ("scale", "sums", "counts")  # kept beside the network
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ class APER(NetworkMethod):
     cost = "training on the first task alone, then two forward passes an image, once; two an answer"
     config_class = APERConfig
     config: APERConfig
+    beside = ("scale", "sums", "counts")
 
     def __init__(self, encoder: Encoder, config: APERConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -128,17 +126,6 @@ class APER(NetworkMethod):
         """Drop the class's prototype."""
         kept = torch.arange(len(self.counts), device=self.counts.device) != number
         self.sums, self.counts = self.sums[kept], self.counts[kept]
-
-    def state(self) -> State:
-        """The adapted network, and what prototypes are made of."""
-        network = super().state()
-        return State(network.shared | {name: getattr(self, name) for name in PARTS}, network.tasks)
-
-    def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
-        super().load_state(State({k: v for k, v in state.shared.items() if k not in PARTS}, state.tasks))
-        for name in PARTS:
-            setattr(self, name, state.shared[name].to(self.compute.device))
 
 
 def cosines(rows: Tensor, others: Tensor) -> Tensor:

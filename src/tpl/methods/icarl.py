@@ -35,10 +35,7 @@ from tpl.methods.parts.distill import mean_of, rows_that_count
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
 from tpl.nets import Encoder
-from tpl.state import State
 from tpl.stream import Task
-
-MEANS = "exemplar_means"
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,7 @@ class ICaRL(RehearsalMethod):
     cost = "new and remembered images, each through the network and a frozen copy; one pass an answer"
     config_class = ICaRLConfig
     config: ICaRLConfig
+    beside = ("means_",)
 
     def __init__(self, encoder: Encoder, config: ICaRLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -115,16 +113,6 @@ class ICaRL(RehearsalMethod):
         """Drop the class's output, images and mean."""
         super().remove_class(task, own, number)
         self.means_ = torch.cat([self.means_[:number], self.means_[number + 1 :]])
-
-    def state(self) -> State:
-        """The network, and the means its answers come from."""
-        found = super().state()
-        return State(found.shared | {MEANS: self.means_}, found.tasks)
-
-    def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
-        super().load_state(State({k: v for k, v in state.shared.items() if k != MEANS}, state.tasks))
-        self.means_ = state.shared[MEANS].to(self.compute.device)
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:

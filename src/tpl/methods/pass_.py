@@ -33,11 +33,9 @@ from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
 from tpl.scores.mahalanobis import class_means
-from tpl.state import State
 from tpl.stream import Task
 
 TURNS = 4  # quarters of a full turn
-PARTS = ("prototypes", "radius")  # kept beside the network
 NEAREST_0, NEAREST_1 = 2.0**-25, 1 - 2.0**-24  # a normal number is infinite at 0 and 1
 
 
@@ -107,6 +105,7 @@ class PASS(NetworkMethod):
     cost = "four rotations, each through the network and a frozen copy; one pass an answer"
     config_class = PASSConfig
     config: PASSConfig
+    beside = ("prototypes", "radius")
 
     def __init__(self, encoder: Encoder, config: PASSConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -144,17 +143,6 @@ class PASS(NetworkMethod):
         self.prototypes = self.prototypes[torch.arange(len(self.prototypes), device=self.compute.device) != number]
         for _ in range(TURNS):
             self.network.drop(TURNS * number)
-
-    def state(self) -> State:
-        """The network, the prototypes, and the size of their noise."""
-        network = super().state()
-        return State(network.shared | {name: getattr(self, name) for name in PARTS}, network.tasks)
-
-    def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
-        super().load_state(State({k: v for k, v in state.shared.items() if k not in PARTS}, state.tasks))
-        for name in PARTS:
-            setattr(self, name, state.shared[name].to(self.compute.device))
 
 
 def spread(deviations: Tensor, labels: Tensor, counts: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +105,7 @@ class NetworkMethod(Method):
 
     config_class = NetworkConfig
     config: NetworkConfig
+    beside: ClassVar[tuple[str, ...]] = ()  # attributes, tensors all, that are stored beside the network
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -171,13 +172,16 @@ class NetworkMethod(Method):
 
     def state(self) -> State:
         """Everything is shared: there is one network."""
-        return State({k: v.detach() for k, v in self.network.state_dict().items()}, [{} for _ in self.task_classes_])
+        network = {k: v.detach() for k, v in self.network.state_dict().items()}
+        return State(network | {name: getattr(self, name) for name in self.beside}, [{} for _ in self.task_classes_])
 
     def load_state(self, state: State) -> None:
-        """Rebuild the network."""
+        """Rebuild the network, and put what is beside it back."""
         self.network = self.new_network()
         self.network.grow(len(state.shared["head_bias"]), torch.Generator())
-        self.network.load_state_dict(state.shared)
+        self.network.load_state_dict({k: v for k, v in state.shared.items() if k not in self.beside})
+        for name in self.beside:
+            setattr(self, name, state.shared[name].to(self.compute.device))
 
 
 @contextmanager
