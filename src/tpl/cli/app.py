@@ -45,6 +45,11 @@ EncoderName = Annotated[
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, as `tpl learn` makes it.")]
 Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only).")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+PerTask = Annotated[str | None, typer.Option(help="Classes a task, e.g. 5, or 10,2,3 for unequal ones.")]
+Tasks = Annotated[int | None, typer.Option(help="Stop after this many tasks.")]
+Validation = Annotated[
+    float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
+]
 Weights = Annotated[Path | None, typer.Option(help="Encoder weights: a .safetensors file or a torch state dict.")]
 
 # Options of methods: the common ones by name, all others with --set. `overrides` puts them together.

@@ -16,8 +16,11 @@ from tpl.cli.app import (
     Epochs,
     Latent,
     Memory,
+    PerTask,
     Rate,
     Set,
+    Tasks,
+    Validation,
     Weights,
     app,
     class_orders,
@@ -50,17 +53,17 @@ def suite(
     benchmarks: Annotated[str | None, typer.Option(help="Benchmarks, joined by commas; see `tpl list`.")] = None,
     orders: Annotated[str | None, typer.Option(help="Class orders, joined by commas: natural,random:1.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, joined by commas: 0,1,2.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="compact (the default) or any ViT/DeiT of timm.")] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="compact (the default), any ViT/DeiT of timm, or resnet18: from scratch.")
+    ] = None,
     weights: Weights = None,
     data: Data = None,
     download: Annotated[
         bool | None, typer.Option("--download/--no-download", help="Download the data sets if they are not there.")
     ] = None,
-    per_task: Annotated[str | None, typer.Option(help="Classes a task, e.g. 5, or 10,2,3 for unequal ones.")] = None,
-    tasks: Annotated[int | None, typer.Option(help="Stop after this many tasks.")] = None,
-    validation: Annotated[
-        float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
-    ] = None,
+    per_task: PerTask = None,
+    tasks: Tasks = None,
+    validation: Validation = None,
     epochs: Epochs = None,
     lr: Rate = None,
     memory: Memory = None,
