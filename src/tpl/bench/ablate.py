@@ -106,13 +106,24 @@ def ablate(
 def measure_variants(method: TPL, outputs: RunOutputs, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The same for a method in hand; it is left as it was."""
     measure = _Measure(method, outputs)
-    wanted = {name: v for name, v in BY_METHOD[method.name].items() if not v.group or not only or v.group in only}
+    wanted = {
+        name: v
+        for name, v in BY_METHOD[method.name].items()
+        if (not v.group or not only or v.group in only) and _possible(method, v)
+    }
     rows = [
         {"variant": name, "group": v.group, "changes": v.changes, "memory_share": v.memory} | measure(v)
         for name, v in wanted.items()
     ]
     method.rescore(**measure.trained)
     return rows
+
+
+def _possible(method: TPL, variant: Variant) -> bool:
+    """Whether there is what the variant needs: without stored images, neither neighbours nor fewer of them."""
+    if method.config.memory_kind == "images":
+        return True
+    return variant.group not in ("k", "memory") and not {"distance", "in_task"} & set(variant.changes)
 
 
 class _Measure:
@@ -141,7 +152,7 @@ class _Measure:
         return {"last": found.last, "tp": found.tp, "auroc": auroc, "passes": passes}
 
     def _scores(self) -> tuple[Tensor, float | None]:
-        scores = self.method.task_scores(self.outputs.models)
+        scores = self.method.task_scores(self.outputs.models, self.outputs.common)
         if scores.shape[1] == 1:
             return scores, None
         return scores, metrics.detection(scores.cpu().numpy(), self.outputs.tasks.numpy())["auroc_pooled"]

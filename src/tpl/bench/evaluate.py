@@ -81,8 +81,9 @@ class Evaluator:
         for model in range(old_models, len(method.bank.tasks)):
             self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
         self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
-        scores = method.task_scores(self.known)
-        return method.log_probabilities_of(self.known, scores, self._common()).cpu(), scores.cpu().numpy()
+        common = self._common()
+        scores = method.task_scores(self.known, common)
+        return method.log_probabilities_of(self.known, scores, common).cpu(), scores.cpu().numpy()
 
     def _common(self) -> Tensor | None:
         found = [features for features in self.common if features is not None]

@@ -219,7 +219,7 @@ class OpenRun:
         content |= dataclasses.asdict(self.evaluator.stage(stage))
         content["seconds_evaluation"] = time.perf_counter() - started
         content["memory_images"] = len(method.memory) if method.memory else 0
-        content["memory_bytes"] = method.memory.bytes_used if method.memory else 0
+        content["memory_bytes"] = method.memory_bytes
         content["parameters"] = method.parameters()
         content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
         content["peak_device_bytes"] = method.compute.peak_memory()

@@ -11,7 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import AsJson, Device, Model, Weights, app, err, out, print_json
-from tpl.cli.model_words import bytes_on_disk, capacity_text, listed, memory_of, percent, size, unknown_text
+from tpl.cli.model_words import (
+    bytes_on_disk,
+    capacity_text,
+    listed,
+    memory_of,
+    memory_text,
+    percent,
+    size,
+    unknown_text,
+)
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None
     facts = {
         "classes": f"{len(about['classes'])} in {len(about['tasks'])} task{'s' * (len(about['tasks']) > 1)}",
         "encoder": f"{encoder['name']}, sha256 {encoder['sha256']}",
-        "memory": f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}",
+        "memory": memory_text(memory),
         "on disk": size(about["bytes"]),
         "capacity": capacity_text(about["capacity"]),
         "unknown": unknown_text(about["smallest_reject"]),

@@ -40,6 +40,7 @@ class Wish:
     encoder: str | None
     weights: Path | None
     memory: Budget | None
+    memory_kind: str | None
     epochs: int | None
     seed: int | None
     name: str | None
@@ -69,6 +70,10 @@ def learn(
     memory: Annotated[
         str | None, typer.Option(help="Images kept for replay: 2000 (default), or a size such as 50MB, or none.")
     ] = None,
+    memory_kind: Annotated[
+        str | None,
+        typer.Option(help="What is kept of old images: images (default), features (statistics of them), or none."),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 40, or 60 for large encoders.")
     ] = None,
@@ -97,6 +102,8 @@ def learn(
     `tpl learn model list.csv --update`
 
     `tpl learn model --data digits --classes 0,1,2 --memory 1MB --dry-run`
+
+    `tpl learn model photos/ --memory-kind features`
     """
     from tpl.console import WorkProgress
     from tpl.store import ModelStore
@@ -107,7 +114,9 @@ def learn(
     if update and (name is not None or epochs is not None):
         raise TplError("--name and --epochs are for new classes; an update trains nothing. Leave them out.")
     budget = None if memory is None else Budget.parse(memory)
-    wish = Wish(encoder, weights, budget, epochs, seed, name, device, held_out, update, strict)
+    if memory is not None and memory_kind not in (None, "images"):
+        raise TplError(f"--memory is a number of images, and --memory-kind {memory_kind} keeps none: leave one out.")
+    wish = Wish(encoder, weights, budget, memory_kind, epochs, seed, name, device, held_out, update, strict)
     store = ModelStore(model)
     _refuse_other_folder(store)
     known = _known_classes(store, wish)
@@ -164,6 +173,7 @@ def _known_classes(store: ModelStore, wish: Wish) -> list[str]:
     fixed = {
         "--encoder": (wish.encoder, header["encoder"]["name"]),
         "--seed": (wish.seed, header["seed"]),
+        "--memory-kind": (wish.memory_kind, header["options"].get("memory_kind", "images")),
         "--memory": (wish.memory.images if wish.memory else None, header["options"].get("memory")),
     }
     for option, (asked, has) in fixed.items():
@@ -228,7 +238,7 @@ def _dry_run(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgr
     ready, notes = _read(learner, given, wish, progress)
     reading = time.monotonic() - started
     chosen = _choose(learner, ready, wish)
-    budget = memory_of(learner)["budget"]
+    memory = memory_of(learner)
     train = trained_on(ready, wish.held_out, learner.method.seed)
     found = None
     if not wish.update:
@@ -242,7 +252,7 @@ def _dry_run(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgr
         "images": train,
         "held_out": len(ready.images) - train,
         **chosen,
-        "memory": {"budget": budget},
+        "memory": {"kind": memory["kind"], "budget": memory["budget"]},
         "seconds": None if found is None else round(found.seconds + reading, 1),
         "bytes": None if found is None else found.bytes,
         **notes,
@@ -275,6 +285,7 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
 
     encoder = wish.encoder or COMPACT
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
+    options |= {} if wish.memory_kind is None else {"memory_kind": wish.memory_kind}
     return Learner("tpl", encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
 
 

@@ -79,7 +79,7 @@ def set_options(learner: Learner, **changes: Any) -> None:
     """Change how the next task is learned. The network stays as it is."""
     learner.method.config = learner.method.config.replace(**changes)
     if "memory" in changes and learner.method.memory is not None:
-        learner.method.memory.budget = changes["memory"]
+        learner.method.memory.budget = getattr(learner.method, "memory_budget", changes["memory"])
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     speed = trained["images"] / trained["seconds"]
     passes = epochs * train * (2 if replayed else 1)
     seconds = passes / speed + around * max(len(given.images) / len(few), 1)
-    if memory is None:
-        return Estimate(seconds, _size(learner, memory=False))
+    if memory is None or not memory.budget:  # what stands in for images does not grow with their number
+        return Estimate(seconds, _size(learner, memory=False) + _size(learner, memory=True))
     quotas = memory.quotas(len(learner.classes_))
     kept = sum(min(pair) for pair in zip([*old, *given.counts.values()], quotas, strict=True))
     each = encoded_size(given.images, learner) + _size(learner, memory=True) / max(len(memory), 1)

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import out
-from tpl.cli.model_words import capacity_text, listed, percent, size, unknown_text
+from tpl.cli.model_words import capacity_text, listed, memory_text, percent, size, unknown_text
 
 
 def print_learned(report: dict[str, Any]) -> None:
@@ -24,7 +24,7 @@ def print_learned(report: dict[str, Any]) -> None:
         _print_accuracy(report)
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
-    kept = f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}"
+    kept = memory_text(memory)
     if "memory_budget_bytes" in report:
         kept += f" ({size(report['memory_budget_bytes'])} are about {memory['budget']} such images)"
     for name, text in (
@@ -71,6 +71,10 @@ def print_plan(report: dict[str, Any]) -> None:
             f"On disk: about {size(report['bytes'])}.",
             highlight=False,
         )
-    budget = report["memory"]["budget"]
+    memory = report["memory"]
+    if memory["kind"] != "images":
+        out.print("Memory: no images. Nothing was stored.", highlight=False)
+        return
+    budget = memory["budget"]
     of = f", {size(report['memory_budget_bytes'])}" if "memory_budget_bytes" in report else ""
     out.print(f"Memory: at most {budget} images{of}. Nothing was stored.", highlight=False)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -20,12 +20,20 @@ SHOWN = 10  # of a long list, this many are named
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-def memory_of(learner: Learner) -> dict[str, int]:
-    """How many images are kept for replay, how many there may be, and their size."""
-    memory = learner.method.memory
-    if memory is None:
-        return {"images": 0, "budget": 0, "bytes": 0}
-    return {"images": len(memory), "budget": memory.budget, "bytes": memory.bytes_used}
+def memory_of(learner: Learner) -> dict[str, Any]:
+    """What is kept of old images, how many images that is, how many there may be, and the size of it all."""
+    memory, used = learner.method.memory, learner.method.memory_bytes
+    counts = (len(memory), memory.budget) if memory is not None else (0, 0)
+    kind = getattr(learner.method.config, "memory_kind", "images")
+    return {"kind": kind, "images": counts[0], "budget": counts[1], "bytes": used}
+
+
+def memory_text(memory: dict[str, Any]) -> str:
+    """The same in words."""
+    if memory["kind"] == "images":
+        return f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}"
+    kept = "statistics of features" if memory["kind"] == "features" else "a few sums"
+    return f"no images: {kept}, {size(memory['bytes'])} with what held-out images leave"
 
 
 def bytes_on_disk(model: Path) -> int:

@@ -73,7 +73,8 @@ class AnswerGraph(nn.Module):
         return tuple(answer.float() for answer in answers)
 
     def _common(self, seen: tuple[Tensor, ...]) -> Tensor | None:
-        """What the expert sees, if there is one: the trunk's last network is the encoder as it came."""
-        if not isinstance(self.method, TPLPlus):
+        """What is seen beside the tasks' models, if anything: the trunk's last network is the encoder as it came."""
+        if not self.method.asks_encoder:
             return None
-        return seen[-1] if self.method.config.sees == "encoder" else torch.cat([seen[-1], seen[0]], dim=1)
+        both = isinstance(self.method, TPLPlus) and self.method.config.sees == "first"
+        return torch.cat([seen[-1], seen[0]], dim=1) if both else seen[-1]

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.nets import AdapterStack
 from tpl.nets.encoder import ViTEncoder
@@ -81,7 +80,7 @@ class Trunk(nn.Module):
 def trunk_of(method: TPL, encoder: ViTEncoder, dtype: torch.dtype) -> Trunk:
     """The trunk with a network for each task, and last, for a method that asks it, the encoder as it is."""
     norms = [task.norms.detach() for task in method.bank.tasks]
-    if isinstance(method, TPLPlus):  # its own norms, and nothing adapted
+    if method.asks_encoder:  # its own norms, and nothing adapted
         norms.append(method.encoder.new_norms())
     return Trunk(encoder, torch.stack(norms), _adapters(method, len(norms), dtype), dtype)
 

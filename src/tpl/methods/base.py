@@ -120,6 +120,11 @@ class Method(ABC):
     # What every method gets
 
     @property
+    def memory_bytes(self) -> int:
+        """Size of what is kept of old images, beside the network: the memory's images, or what stands in for them."""
+        return self.memory.bytes_used if self.memory is not None else 0
+
+    @property
     def classes_(self) -> list[str]:
         """All classes seen, in the order of arrival."""
         return [c for classes in self.task_classes_ for c in classes]

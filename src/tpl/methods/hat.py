@@ -149,7 +149,7 @@ class HAT(MemoryBank):
 
     # Answers
 
-    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+    def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """Every task's detector, raw, `[n, tasks]`."""
         pairs = zip(self.detectors_, outputs, strict=True)
         return torch.stack([found[self.config.score].score_features(*seen) for found, seen in pairs], dim=1)

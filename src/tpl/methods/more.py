@@ -103,7 +103,7 @@ class MORE(DistanceBank):
             answers.append(probabilities[:, : self.bank.tasks[t].own])
         return answers
 
-    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+    def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """The largest answer of each task."""
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
         return best * DISTANCE_SCALE * self.closeness(outputs)

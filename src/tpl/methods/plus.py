@@ -85,6 +85,11 @@ class TPLPlus(TPL):
 
     # Answers
 
+    @property
+    def asks_encoder(self) -> bool:
+        """Always: the expert does."""
+        return True
+
     def common_features(self, pixels: Tensor) -> Tensor:
         """What the encoder itself sees, and the first task's model, if the expert is to know: no task changes it."""
         plain = self.encoder_features(pixels)
@@ -110,8 +115,9 @@ class TPLPlus(TPL):
             return super().log_probabilities_of(outputs, scores)
         says = self.expert_says(common)
         if self.config.passes == ALL:
-            return (super().log_probabilities_of(outputs, scores) + self.config.weight * says).log_softmax(dim=1)
-        scores = self.task_scores(outputs) if scores is None else scores
+            bank = super().log_probabilities_of(outputs, scores, common)
+            return (bank + self.config.weight * says).log_softmax(dim=1)
+        scores = self.task_scores(outputs, common) if scores is None else scores
         return self._of_some(within_tasks(outputs), scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
@@ -121,6 +127,7 @@ class TPLPlus(TPL):
             return self.log_probabilities_of(self.outputs(pixels), common=common)
         says = self.expert_says(common)
         asked = self.tasks_to_ask(says)
+        contrast = self.contrast(common)
         scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
         within = torch.zeros_like(says)
         first = 0
@@ -128,7 +135,7 @@ class TPLPlus(TPL):
             rows = torch.nonzero(asked[:, t]).squeeze(1)
             if len(rows):
                 seen = self._asked(t, rows, pixels, common)
-                scores[rows, t] = self.scores_[t].score_features(*seen)
+                scores[rows, t] = self.score_of(t, seen, None if contrast is None else contrast[rows])
                 within[rows, first : first + model.own] = within_tasks([seen])
             first += model.own
         return self._of_some(within, scores, says)

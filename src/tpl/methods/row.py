@@ -132,7 +132,7 @@ class ROW(DistanceBank):
         closeness = super().closeness(outputs)
         return closeness / closeness.sum(dim=1, keepdim=True)
 
-    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+    def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """How sure the head for tasks is that an image is the task's, times the share of MD."""
         if len(outputs) == 1:  # nobody to tell it from
             return self.closeness(outputs)

@@ -3,6 +3,9 @@
 Training: every task is learned under HAT masks with one more class, `others`, for the replay memory
 (Eq. 2). Inference: each task's model scores an image by a likelihood ratio composed with its maximum
 logit; the scores become P(task | image), and times the within-task probability P(class | image) (Eq. 3).
+
+With `memory_kind=features` or `none` no image is stored: tasks are trained on their own classes alone, and the tasks'
+evidence is weighed by what stands in for the memory (`tpl.methods.bank.imageless`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, within_tasks
+from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, Traces, some_rows
 from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register, task_of_class
@@ -38,7 +42,17 @@ class TPLConfig(RatioConfig, MemoryConfig):
         ("single", "per_class"),
     )  # fmt: skip
     gamma: float = option(0.05, "temperature of P(task | image), Eq. 11", above=0)
-    calibration: str = option("score", "fitted on the memory after every task", CALIBRATIONS)
+    calibration: str = option(
+        "score", "fitted on the memory after every task; without images, any but none weighs the evidence", CALIBRATIONS
+    )
+    memory_kind: str = option(
+        "images", "what is kept of old images: some of them; statistics of the encoder's features; none", KINDS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_kind != IMAGES and self.in_task == "knn":
+            raise TplError(f"in_task=knn compares with stored images; memory_kind={self.memory_kind} keeps none.")
 
 
 @register
@@ -48,7 +62,7 @@ class TPL(ReplayBank):
     name = "tpl"
     summary = "task models under HAT masks, told apart by a likelihood ratio (the paper's method)"
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
-    keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
+    keeps = "a class-balanced memory (see memory_kind); a task's mask, norms, head, means and covariance"
     cost = "as many remembered images as new ones: two passes; a pass a task and answer"
     config_class = TPLConfig
     from_scratch = True
@@ -57,10 +71,35 @@ class TPL(ReplayBank):
     rescorable: ClassVar[set[str]] = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}
 
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
+        if config.memory_kind == FEATURES and not encoder.pretrained:
+            raise TplError(
+                f"memory_kind=features keeps what a pre-trained encoder sees, and '{encoder.name}' is trained from "
+                "scratch: use memory_kind=none or images."
+            )
         super().__init__(encoder, config, compute, seed)
+        self.traces = Traces(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
+        self._weights: dict[bool, Tensor] = {}  # of the kinds of evidence, with and without the encoder's own features
         self.scores_: list[LikelihoodRatio] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
         self._opposed = False  # whether every task meets memory of others
+
+    @property
+    def memory_budget(self) -> int:
+        """How many images the memory may keep: none, where something else stands in for them."""
+        return self.config.memory if self.config.memory_kind == IMAGES else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory's images; or what stands in for them, with the features of held-out images."""
+        if self.traces is None:
+            return super().memory_bytes
+        held = sum(part.numel() * part.element_size() for each in self.held_ for part in each)
+        return self.traces.bytes_used + held
+
+    @property
+    def asks_encoder(self) -> bool:
+        """Whether an answer needs the encoder's own features."""
+        return self.config.memory_kind == FEATURES
 
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
         """As every replaying bank; or with an output for each replayed class, as the public code."""
@@ -76,11 +115,36 @@ class TPL(ReplayBank):
         z, logits = self.outputs_of_newest(samples)
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
         self.remember(task)
-        self._use_memory([*self.task_classes_, task.classes], calibrate=True)
+        task_classes = [*self.task_classes_, task.classes]
+        if self.traces is not None:
+            self._leave_traces(self.traces, samples, Outputs(z, logits), task_classes)
+        self._use_memory(task_classes, calibrate=True)
 
-    def task_scores(self, outputs: list[Outputs]) -> Tensor:
+    def common_features(self, pixels: Tensor) -> Tensor | None:
+        """The encoder's own features, where they stand in for the memory."""
+        return self.encoder_features(pixels) if self.asks_encoder else None
+
+    def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """S_TPL of every task before calibration, `[n, tasks]`."""
-        return torch.stack([s.score_features(*o) for s, o in zip(self.scores_, outputs, strict=True)], dim=1)
+        contrast = self.contrast(common)
+        return torch.stack([self.score_of(t, seen, contrast) for t, seen in enumerate(outputs)], dim=1)
+
+    def score_of(self, task: int, seen: Outputs, contrast: Tensor | None) -> Tensor:
+        """S_TPL of one task; `contrast` is what the encoder's own features say of the same images, if anything."""
+        score = self.scores_[task]
+        if not self._weights:
+            plain = score.score_features(*seen)
+            return plain if contrast is None else plain + contrast[:, task]
+        evidence = score.evidence(*seen)
+        if contrast is not None:
+            evidence = torch.cat([evidence, contrast[:, task : task + 1]], dim=1)
+        return evidence @ self._weights[contrast is not None]
+
+    def contrast(self, common: Tensor | None) -> Tensor | None:
+        """How much nearer each task's classes are than others' in the encoder's own space, `[n, tasks]`."""
+        if self.traces is None or self.traces.space is None or common is None or self.config.out_of_task == "constant":
+            return None
+        return self.traces.contrast(common, task_of_class(self.task_classes_).to(common.device))
 
     def knownness(self, task: int, outputs: Outputs) -> Tensor:
         """The part of S_TPL that rests on the task's features alone: MD."""
@@ -90,7 +154,7 @@ class TPL(ReplayBank):
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
         """log P(class | image) from every task's outputs."""
-        scores = self.task_scores(outputs) if scores is None else scores
+        scores = self.task_scores(outputs, common) if scores is None else scores
         within = within_tasks(outputs)
         owner = task_of_class(self.task_classes_).to(scores.device)
         if self.calibration_ is not None and self.config.calibration == "probability":
@@ -137,6 +201,8 @@ class TPL(ReplayBank):
         labels = task.train.labels
         more = {n: task.train.select(labels == i) for i, n in enumerate(numbers)}
         self._rearrange_memory(self.memory.redraw(more, seen, self.preprocess))
+        if self.traces is not None and self.traces.space is not None and len(samples):
+            self.traces.space.merge(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
         self._use_memory(self.task_classes_, calibrate=True)
 
     def _merge(self, task: int, samples: Samples) -> None:
@@ -167,6 +233,8 @@ class TPL(ReplayBank):
             columns = torch.arange(seen.logits.shape[1], device=seen.logits.device) != own
             self.memory_outputs_[task] = Outputs(seen.features, seen.logits[:, columns])
         self._rearrange_memory(self.memory.remove(number))
+        if self.traces is not None and self.traces.space is not None:
+            self.traces.space.forget(number)
         # The calibration stays, as the other answers should, unless what it was fitted with is no more.
         self._use_memory(self.task_classes_, calibrate=False)
         if self._opposed != opposed:
@@ -174,12 +242,35 @@ class TPL(ReplayBank):
 
     # Memory, calibration, storage
 
+    def _leave_traces(
+        self, traces: Traces, samples: Samples, newest: Outputs, task_classes: list[tuple[str, ...]]
+    ) -> None:
+        """Note what is kept of a new task's images, and what the old tasks' models say of some of them."""
+        if traces.space is not None:
+            encoded = self.encoder_features(samples.pixels)
+            traces.space.learn(encoded, samples.labels)
+        if len(task_classes) == 1:
+            return
+        rows = some_rows(len(samples)).to(self.compute.device)
+        pixels = samples.pixels[rows.to(samples.pixels.device)]
+        seen = [self.outputs_of(t, pixels) for t in range(len(task_classes) - 1)]
+        seen.append(Outputs(*(column[rows] for column in newest)))
+        evidence = torch.stack([s.evidence(*o) for s, o in zip(self.scores_, seen, strict=True)], dim=1)
+        if traces.space is not None:
+            contrast = traces.contrast(encoded[rows], task_of_class(task_classes).to(self.compute.device))
+            evidence = torch.cat([evidence, contrast.unsqueeze(2)], dim=2)
+        traces.weigh(evidence)
+
     def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
         """Give every score the others' memory, and calibrate on it: both change with every task."""
         owner = task_of_class(task_classes).to(self.compute.device)
         labels = self.memory.labels.to(self.compute.device)
         tasks = owner[labels]
         self._opposed = oppose(self.scores_, self.memory_outputs_, tasks, labels)
+        self._weights = {}
+        if self.traces is not None and self.config.calibration != "none":
+            sides = (False,) if self.traces.space is None else (False, True)
+            self._weights = {s: self.traces.weights(self.config, s).to(self.compute.device) for s in sides}
         if calibrate:
             wanted = self.config.calibration != "none" and self._opposed and len(task_classes) > 1
             self.calibration_ = self._calibrate(labels, tasks, owner) if wanted else None
@@ -196,8 +287,9 @@ class TPL(ReplayBank):
         )
 
     def shared_state(self) -> dict[str, Tensor]:
-        """The calibration."""
-        return {} if self.calibration_ is None else {"calibration": self.calibration_}
+        """The calibration, and what stands in for the memory."""
+        calibration = {} if self.calibration_ is None else {"calibration": self.calibration_}
+        return calibration | ({} if self.traces is None else self.traces.state())
 
     def task_state(self, task: int) -> dict[str, Tensor]:
         """The score's statistics."""
@@ -207,4 +299,6 @@ class TPL(ReplayBank):
         """Rebuild scores and calibration; nothing is computed through the encoder."""
         self.scores_ = [LikelihoodRatio(self.config).load_state(beginning_with("score.", own)) for own in tasks]
         self.calibration_ = shared.get("calibration")
+        if self.traces is not None:
+            self.traces.load_state(shared)
         self._use_memory(self.task_classes_, calibrate=False)

@@ -56,7 +56,7 @@ class Mahalanobis(Score):
         both = self.counts_ + count
         deviations = z - mean[y]
         between = (apart.T * (self.counts_ * count / both.clamp_min(1))) @ apart
-        scatter = _unpacked(self.scatter_, z.shape[1]) + deviations.T @ deviations + between
+        scatter = unpacked(self.scatter_, z.shape[1]) + deviations.T @ deviations + between
         self.means_ = self.means_ + apart * (count / both.clamp_min(1)).unsqueeze(1)
         self.counts_, self.pooled_ = both, self.pooled_ + len(z)
         return self._whiten(scatter)
@@ -140,7 +140,8 @@ def _packed(symmetric: Tensor) -> Tensor:
     return symmetric[rows, columns]
 
 
-def _unpacked(triangle: Tensor, size: int) -> Tensor:
+def unpacked(triangle: Tensor, size: int) -> Tensor:
+    """The symmetric matrix of which the upper triangle is kept."""
     rows, columns = torch.triu_indices(size, size, device=triangle.device)
     whole = triangle.new_zeros(size, size)
     whole[rows, columns] = triangle

@@ -108,6 +108,11 @@ class LikelihoodRatio(Score):
         parts = [positive_mean(score().score_features(z, logits)) for score in LOGITS.values()]
         return torch.stack([*parts, positive_mean(self.centres.score_features(z, logits))])
 
+    def evidence(self, z: Tensor, logits: Tensor) -> Tensor:
+        """Every logit score and S_MD, each 1 on average over the training images, `[n, logit scores + 1]`."""
+        parts = [score().score_features(z, logits) for score in LOGITS.values()]
+        return torch.stack([*parts, self.centres.score_features(z, logits)], dim=1) / self.scales_
+
     def refresh(self, own: Tensor, others: Tensor, others_y: Tensor | None = None) -> Self:
         """Take up the memory as it is now, seen by this task's model: its own and everyone else's."""
         self.own.remember(own)

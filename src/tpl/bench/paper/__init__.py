@@ -123,6 +123,7 @@ class Row:
         needed: dict[str, Any] = dict(fixed["methods"].get(self.method, {}))
         if self.benchmark != AVERAGE:
             needed["memory"] = fixed["benchmarks"][self.benchmark]["memory"]
+            needed["memory_kind"] = "images"
         return needed | dict(self.options)
 
     def _mean(self, quantity: str) -> float | None:

@@ -190,8 +190,8 @@ class BankMethod(Method):
         """Keep what later stages need of a task, now that its model is trained: the data will be gone."""
 
     @abstractmethod
-    def task_scores(self, outputs: list[Outputs]) -> Tensor:
-        """How much each task claims each image, `[n, tasks]`."""
+    def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
+        """How much each task claims each image, `[n, tasks]`; `common` are its `common_features`, if any."""
 
     @abstractmethod
     def log_probabilities_of(

@@ -1,0 +1,72 @@
+"""What stands in for stored images where none may be kept.
+
+`features`: of the encoder's own features, a mean per class and one scatter for all (`tpl.scores.encoded`); they say how
+near other tasks' classes are, as the replay memory does where there is one. `none`: not even that. With either, what
+each kind of evidence counts is found on every new task's images as the old tasks' models see them
+(`tpl.scores.evidence`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpl.scores.encoded import EncoderSpace
+from tpl.scores.evidence import Evidence
+from tpl.scores.ratio import LOGITS, RatioConfig
+from tpl.state import beginning_with
+
+IMAGES, FEATURES, NONE = "images", "features", "none"
+KINDS = (IMAGES, FEATURES, NONE)
+SHOWN = 512  # of a new task's images, so many are shown to the old tasks' models
+SPACE, SUMS = "memory.encoder.", "memory.evidence."
+DISTANCE = len(LOGITS)  # where S_MD is among the kinds of evidence; what the encoder's space says comes after it
+
+
+class Traces:
+    """Sums over images that are gone, and what follows from them."""
+
+    def __init__(self, kind: str, shrinkage: str) -> None:
+        self.space = EncoderSpace(shrinkage) if kind == FEATURES else None
+        self.evidence = Evidence(DISTANCE + 1 + (kind == FEATURES))
+
+    def contrast(self, common: Tensor, owner: Tensor) -> Tensor:
+        """What the encoder's own features say for each task, `[n, tasks]`."""
+        assert self.space is not None
+        return self.space.contrast(common[:, : self.space.means_.shape[1]], owner)
+
+    def weigh(self, evidence: Tensor) -> None:
+        """Learn from evidence `[n, tasks, kinds]` on images of the newest task, which is the last."""
+        self.evidence.take(evidence[:, -1], evidence[:, :-1].flatten(0, 1))
+
+    def weights(self, config: RatioConfig, contrasted: bool) -> Tensor:
+        """What every kind of evidence counts; those that the options leave out, or that are not there, nothing."""
+        kinds = [] if config.logit == "none" else [list(LOGITS).index(config.logit)]
+        kinds += [] if config.in_task == "none" else [DISTANCE]
+        kinds += [DISTANCE + 1] if contrasted else []
+        weights = torch.zeros(DISTANCE + 1 + contrasted, dtype=torch.float64)
+        weights[kinds] = self.evidence.weights(kinds)
+        return weights
+
+    @property
+    def bytes_used(self) -> int:
+        """Size of the sums."""
+        return sum(t.numel() * t.element_size() for t in self.state().values())
+
+    def state(self) -> dict[str, Tensor]:
+        """All sums."""
+        space = {} if self.space is None else self.space.state()
+        sums = {SUMS + k: v for k, v in self.evidence.state().items()}
+        return sums | {SPACE + k: v for k, v in space.items()}
+
+    def load_state(self, shared: dict[str, Tensor]) -> None:
+        """Take up what `state` gave; from a model that knows nothing yet, nothing."""
+        if self.space is not None:
+            self.space = EncoderSpace(self.space.shrinkage).load_state(beginning_with(SPACE, shared))
+        if sums := beginning_with(SUMS, shared):
+            self.evidence.load_state(sums)
+
+
+def some_rows(count: int) -> Tensor:
+    """Which of a task's images are shown to the old tasks' models: evenly spread, so of all its classes."""
+    return torch.linspace(0, count - 1, min(count, SHOWN)).round().long()

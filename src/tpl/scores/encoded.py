@@ -1,0 +1,74 @@
+"""Whose are they, in the encoder's own space? Gaussians of all classes under one covariance, from sums alone.
+
+The space is the same for every task, for ever, so what was noted of old images stays comparable with new ones: a mean
+per class and the scatter around the means are all that is kept, and both are exact sums over every image ever seen.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tpl.scores.mahalanobis import Mahalanobis, class_means, unpacked
+
+KEPT = ("means_", "counts_", "pooled_", "scatter_")
+
+
+class EncoderSpace(Mahalanobis):
+    """The classes of all tasks in the encoder's own features.
+
+    Numbers are kept in float32, and rounded to that at once: a stored model answers as the one that was stored.
+    """
+
+    def learn(self, z: Tensor, y: Tensor) -> Self:
+        """Take up classes that are new; `y` counts from 0 among them."""
+        if not self.known:
+            return self.fit_features(z, z, y)
+        z = z.double()
+        counts, means = class_means(z, y, int(y.max()) + 1)
+        deviations = z - means[y]
+        self.means_, self.counts_ = torch.cat([self.means_, means]), torch.cat([self.counts_, counts])
+        self.pooled_ = self.pooled_ + len(z)
+        return self._whiten(unpacked(self.scatter_, z.shape[1]) + deviations.T @ deviations)
+
+    def forget(self, c: int) -> Self:
+        """Drop the centre of one class; its part of the scatter belongs to no single one and stays."""
+        super().forget(c)
+        return self._whiten(unpacked(self.scatter_, self.means_.shape[1]))
+
+    @property
+    def known(self) -> bool:
+        """Whether any class is here."""
+        return hasattr(self, "means_")
+
+    def contrast(self, z: Tensor, owner: Tensor) -> Tensor:
+        """How much nearer each task's classes are than all others', `[n, tasks]`; `owner[c]` is the task of class c.
+
+        (min_c D_c(z) over others' classes - min_c D_c(z) over the task's own) / d, with D the squared Mahalanobis
+        distance. Over the training images D to the own class is d on average, so this is a log-likelihood ratio of
+        Gaussians in units of what an own image has.
+        """
+        distances = self.distances(z)
+        nearest = torch.stack([distances[:, owner == t].amin(dim=1) for t in range(int(owner.max()) + 1)], dim=1)
+        if nearest.shape[1] == 1:
+            return torch.zeros_like(nearest)
+        best, second = nearest.topk(2, dim=1, largest=False).values.unbind(1)
+        others = torch.where(nearest == best.unsqueeze(1), second.unsqueeze(1), best.unsqueeze(1))
+        return (others - nearest) / z.shape[1]
+
+    def _whiten(self, scatter: Tensor) -> Self:
+        self.means_ = self.means_.float().double()
+        return super()._whiten(scatter.float().double())
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums; the whitening follows from them."""
+        return {name: getattr(self, name).float() for name in KEPT} if self.known else {}
+
+    def load_state(self, state: dict[str, Tensor]) -> Self:
+        """Take up what `state` gave; nothing, if that was nothing."""
+        if not state:
+            return self
+        super().load_state({name: state[name].double() for name in KEPT})
+        return self._whiten(unpacked(self.scatter_, self.means_.shape[1]))
