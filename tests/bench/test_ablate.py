@@ -91,7 +91,7 @@ def test_scores_that_a_variant_does_not_change_are_computed_once(
 ) -> None:
     asked = []
     whole = TPL.task_scores
-    monkeypatch.setattr(TPL, "task_scores", lambda self, seen: asked.append(1) or whole(self, seen))
+    monkeypatch.setattr(TPL, "task_scores", lambda self, *seen: asked.append(1) or whole(self, *seen))
     ablate(made[1], None, None, "cpu", ["compose", "gamma"])
     assert len(asked) == 4  # or and and, each with two distances; calibration and temperature come afterwards
 

@@ -551,3 +551,16 @@ def test_words() -> None:
 )
 def test_a_share_to_type_is_never_too_small(share: float, typed: float) -> None:
     assert round_up(share) == pytest.approx(typed) and round_up(share) >= share - 1e-9
+
+
+def test_a_model_without_stored_images(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", photos(tmp_path / "pets", PETS[:2], 6)
+    said = refusal("learn", model, folder, "--memory-kind", "features", "--memory", "100")
+    assert "keeps none" in said and not model.exists()
+    report = ask("learn", model, folder, "--memory-kind", "features", "--epochs", "1", "--device", "cpu")
+    assert report["memory"]["kind"] == "features" and report["memory"]["images"] == report["memory"]["budget"] == 0
+    assert report["memory"]["bytes"] > 1000
+    shown = call("show", model)
+    assert "no images: statistics of features" in shown.stdout
+    birds = photos(tmp_path / "birds", BIRDS, 6)
+    assert "cannot change" in refusal("learn", model, birds, "--memory-kind", "none")

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-TINY = 1e-6  # of the mean variance, added to every one: evidence that never varies has no say
+TINY = 1e-9  # of the mean variance, added to every one: evidence that never varies has no say
 
 
 class Evidence:

@@ -109,9 +109,13 @@ class LikelihoodRatio(Score):
         return torch.stack([*parts, positive_mean(self.centres.score_features(z, logits))])
 
     def evidence(self, z: Tensor, logits: Tensor) -> Tensor:
-        """Every logit score and S_MD, each 1 on average over the training images, `[n, logit scores + 1]`."""
+        """Every logit score and log S_MD, relative to their means over the training images, `[n, logit scores + 1]`.
+
+        The logarithm, as that of a density is: S_MD itself has a long tail, where few images would decide on weights.
+        """
         parts = [score().score_features(z, logits) for score in LOGITS.values()]
-        return torch.stack([*parts, self.centres.score_features(z, logits)], dim=1) / self.scales_
+        found = torch.stack([*parts, self.centres.score_features(z, logits)], dim=1) / self.scales_
+        return torch.cat([found[:, :-1], found[:, -1:].log()], dim=1)
 
     def refresh(self, own: Tensor, others: Tensor, others_y: Tensor | None = None) -> Self:
         """Take up the memory as it is now, seen by this task's model: its own and everyone else's."""
