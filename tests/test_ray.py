@@ -15,17 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
+from typer.testing import CliRunner
 
 import light_jobs
 from light_jobs import MADE, attempts, write_script
 from pictures import photos
 from ray_cluster import two_nodes
-from tpl import TplError
+from tpl import Learner, TplError, cli
 from tpl.bench.engines import Job, JobEvent, create_engine
 from tpl.bench.run import RunSpec, execute
 from tpl.bench.suite import Suite, check_suite
 from tpl.bench.suite_run import SuiteRun
 from tpl.bench.suite_state import RunState, is_alive, read_states
+from tpl.bulk import Readers
 from tpl.cluster import connect
 
 
@@ -227,6 +230,77 @@ except KeyboardInterrupt:
         suite.send_signal(signal.SIGINT)
         assert suite.stdout.read().split() == ["interrupted", "False"]
     wait_for_end(int(told[2][1]))
+
+
+# Bulk prediction
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bulk")
+    learner = Learner("slda", device="cpu")
+    learner.learn(photos(place / "pets", ["cat", "dog", "fox"], count=4))
+    learner.save(place / "model")
+    photos(place / "inbox", ["cat", "fox"], count=5, seed=1)
+    (place / "inbox" / "dog").mkdir()
+    (place / "inbox" / "dog" / "torn.png").write_bytes(b"no picture")
+    return place / "model"
+
+
+def predict(model: Path, *more: str | Path) -> Result:
+    images = model.parent / "inbox"
+    arguments = ["predict", model, images, model.parent / "gone.png", "--device", "cpu", "--batch", "3", *more]
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def test_a_cluster_goes_on_with_the_answers_of_this_process(
+    cluster: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = predict(model, "--json").stdout
+    assert whole.count("\n") == 12 and whole.count('"error"') == 2
+    file = tmp_path / "answers.jsonl"
+    first = json.loads(predict(model, "--out", file, "--json").stdout)
+    assert (first["images"], first["earlier"], first["unreadable"]) == (12, 0, 2) and file.read_text() == whole
+    file.write_text("".join(whole.splitlines(keepends=True)[:5]) + '{"path": "cut o')
+    given: list[Any] = []
+    give = Readers._give
+
+    def kill_the_first(self: Readers, piece: Any, room: int) -> None:
+        give(self, piece, room)
+        given.append(piece.reader)
+        if len(given) == 1:
+            self.ray.kill(piece.reader)
+
+    monkeypatch.setattr(Readers, "_give", kill_the_first)
+    again = predict(model, "--out", file, "--json", "--engine", "ray")
+    counts = json.loads(again.stdout)
+    assert (counts["images"], counts["earlier"], counts["unreadable"]) == (12, 5, 2)
+    assert file.read_text() == whole  # the same answers in the same order, errors included
+    assert len(given) > 3  # three batches, and what the killed one had was given again
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["answers.jsonl", "answers.jsonl.job.json"]
+
+
+def test_answers_of_another_job_are_not_gone_on_with(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    assert predict(model, "--out", file).exit_code == 0
+    before = file.read_text()
+    assert "12 images, 12 of them before; 2 could not be read" in predict(model, "--out", file).stdout
+    refused = predict(model, "--out", file, "--top", "1")
+    assert isinstance(refused.exception, TplError) and "made with another top" in str(refused.exception)
+    (model.parent / "inbox" / "ant.png").write_bytes(b"")  # the first now
+    refused = predict(model, "--out", file)
+    (model.parent / "inbox" / "ant.png").unlink()
+    assert isinstance(refused.exception, TplError) and "made from other images: line 1 is of" in str(refused.exception)
+    assert file.read_text() == before
+    (tmp_path / "answers.jsonl.job.json").unlink()
+    refused = predict(model, "--out", file)
+    assert isinstance(refused.exception, TplError) and "nothing says what it was made with" in str(refused.exception)
+    for more, message in ((["--csv"], "--out writes JSON lines"), (["--address", "head:1"], "not for --engine local")):
+        refused = predict(model, "--out", file, *more)
+        assert isinstance(refused.exception, TplError) and message in str(refused.exception)
+
+
+# The last: one machine is gone after it
 
 
 def test_a_lost_machine_loses_no_run(cluster: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from tpl.cli.app import (
+    Address,
     AsJson,
     Data,
     Epochs,
@@ -83,10 +84,7 @@ def suite(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default one a GPU, or one a core up to 8.")
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With ray: the cluster; auto finds it; without, this machine alone."),
-    ] = None,
+    address: Address = None,
     gpu_share: Annotated[
         float | None, typer.Option(metavar="SHARE", help="With ray: a run's part of a GPU; 0.5 puts two on each.")
     ] = None,

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tpl.bench.engines.base import ATTEMPTS, FAILED, FINISHED, RETRIED, STARTED, Job, JobEvent
-from tpl.bench.engines.local import THREADS
 from tpl.bench.engines.process import without_interrupts
 from tpl.bench.engines.ray_work import ARRIVED, FILES, Errand, work
 from tpl.bench.engines.work import CarryOut
-from tpl.cluster import Room, Share, pack, unpack
+from tpl.cluster import Room, Share, chosen_threads, pack, unpack
 from tpl.errors import TplError
 from tpl.store import ModelStore
 
@@ -54,9 +53,7 @@ class Crew:
         mark: Path | None,
     ) -> None:
         self.ray, self.share, self.workers, self.carry_out = ray, share, workers, carry_out
-        chosen = next((os.environ[name] for name in THREADS if os.environ.get(name, "").isdecimal()), None)
-        threads = int(chosen) if chosen else share.threads  # what you have set stays
-        self.errand = Errand(threads, os.getcwd(), None if mark is None else str(mark))
+        self.errand = Errand(chosen_threads(share.threads), os.getcwd(), None if mark is None else str(mark))
         self.waiting = deque((job, 1) for job in jobs)
         self.working: dict[Any, _Worker] = {}  # by the stream of words that its task gives
         self.task = ray.remote(work).options(

@@ -22,10 +22,9 @@ from typing import Any
 
 from tpl._version import __version__
 from tpl.bench.engines.base import FAILED, FINISHED, Job
-from tpl.bench.engines.local import THREADS
 from tpl.bench.engines.process import output_kept
 from tpl.bench.engines.work import CarryOut
-from tpl.cluster import Baggage, Parcel, load_ray, unpack
+from tpl.cluster import Baggage, Parcel, load_ray, unpack, use_threads
 from tpl.errors import TplError
 
 ARRIVED, FILES = "arrived", "files"  # words of a worker to its engine, beside those of a job
@@ -66,7 +65,7 @@ def work(text: str, carry_out: CarryOut, errand: Errand) -> Iterator[Word]:
 
 
 def _run(job: Job, carry_out: CarryOut, away: bool, threads: int, words: queue.SimpleQueue[Word | None]) -> None:
-    _use_threads(threads)
+    use_threads(threads)
     place = Path(job.directory)
     baggage = Baggage(place) if away else None
     quiet_until = 0.0
@@ -87,13 +86,6 @@ def _run(job: Job, carry_out: CarryOut, away: bool, threads: int, words: queue.S
         words.put((FAILED, {"error": f"{type(error).__name__}: {error}", "final": False}))
     finally:
         words.put(None)
-
-
-def _use_threads(number: int) -> None:
-    """Compute with so many threads, here and now: this process may have carried out other jobs before."""
-    os.environ.update(dict.fromkeys(THREADS, str(number)))
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(number)
 
 
 def _missing(job: Job, errand: Errand) -> str | None:
