@@ -30,6 +30,10 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="With ray: the cluster; auto finds it; without, this machine alone."),
+]
 Compile = Annotated[str, typer.Option(help="auto, on or off: compile the network on a GPU; pays for long runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]

@@ -1,7 +1,8 @@
 """The seam between a suite and what carries out its runs.
 
 A suite hands over jobs, which are plain data, and hears events, which are plain data too. An engine therefore may be
-processes on this machine, or on many. Results do not travel: they lie in the run directories.
+processes on this machine, or on many. Results are no events: they lie in the run directories, where an engine whose
+workers are elsewhere puts them before it tells of them.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Engine(ABC):
     """Carries out jobs, several at a time."""
 
     name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()  # what else it can be told, beside the device and how many workers
 
     @abstractmethod
     def slots(self, jobs: int) -> int:
