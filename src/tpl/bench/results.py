@@ -71,10 +71,18 @@ class RunResult:
             raise TplError(f"{out} holds no finished run ({error}).") from error
 
 
-def summarise(out: Path) -> RunResult:
-    """Put the stages of a run together."""
+def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
+    """The numbers of a run's summary as they stand after a stage, those that there are."""
+    summary = summarise(out, stage + 1).summary
+    keys = ("last", "aia", "til", "tp", "forgetting_classic", "memory_images", "parameters", "seconds_per_task")
+    found = {key: summary[key] for key in keys} | (summary["detection"] or {})
+    return {key: float(value) for key, value in found.items() if value is not None and np.isfinite(value)}
+
+
+def summarise(out: Path, upto: int | None = None) -> RunResult:
+    """Put the stages of a run together, or the first few."""
     description = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    files = sorted((out / "stages").glob("*.json"))
+    files = sorted((out / "stages").glob("*.json"))[:upto]
     stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     matrices = {kind: _square([stage[kind] for stage in stages]) for kind in KINDS}
     sizes = description["test_images"]

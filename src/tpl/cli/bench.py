@@ -26,6 +26,7 @@ from tpl.cli.app import (
     Seed,
     Set,
     Tasks,
+    Track,
     Validation,
     Weights,
     app,
@@ -37,6 +38,7 @@ from tpl.cli.app import (
     overrides,
     print_json,
     separate,
+    trackers,
 )
 
 
@@ -114,6 +116,7 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = False,
     against: Annotated[Path | None, typer.Option(help="A joint run: adds the rectified forgetting rate.")] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one method on one benchmark and print its accuracy.
@@ -133,6 +136,8 @@ def run(
     `tpl run c100-10t --encoder resnet18:128 --data cifar100/ --method tpl,more,row`
 
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
+
+    `tpl run digits-5t --track tensorboard --track mlflow:sqlite:///runs.db`
     """
     from tpl.bench.results import RunResult
     from tpl.bench.run import RunSpec, execute_together
@@ -165,7 +170,7 @@ def run(
     joint = RunResult.read(against) if against else None
     try:
         with RunProgress(err, quiet=as_json) as progress:
-            results = execute_together(specs, places, resume, progress)
+            results = execute_together(specs, places, resume, progress, trackers(track))
     except KeyboardInterrupt:
         where = escape(", ".join(map(str, places)))
         err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")

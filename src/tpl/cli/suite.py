@@ -20,6 +20,7 @@ from tpl.cli.app import (
     Rate,
     Set,
     Tasks,
+    Track,
     Validation,
     Weights,
     app,
@@ -31,6 +32,7 @@ from tpl.cli.app import (
     out,
     overrides,
     print_json,
+    trackers,
 )
 from tpl.errors import TplError
 
@@ -81,6 +83,7 @@ def suite(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default one a GPU, or one a core up to 8.")
     ] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Make every run of a grid, methods x benchmarks x class orders x seeds, several at a time; print their means.
@@ -125,7 +128,7 @@ def suite(
     }
     content = _merged(file, grid, settings, overrides(epochs, lr, memory, latent, set_))
     place = directory or Path("runs") / (Path(file).stem if file else "suite")
-    _run(content, place, engine, workers, as_json)
+    _run(content, place, engine, workers, trackers(track), as_json)
 
 
 def _merged(
@@ -139,15 +142,19 @@ def _merged(
     return over(read_suite(Path(file)) if file else {}, grid, settings, options)
 
 
-def _run(content: dict[str, Any], place: Path, engine_name: str, workers: int | None, as_json: bool) -> None:
+def _run(
+    content: dict[str, Any], place: Path, engine_name: str, workers: int | None, track: list[str], as_json: bool
+) -> None:
     from tpl.bench.engines import create_engine
     from tpl.bench.suite import check_suite
     from tpl.bench.suite_run import SuiteRun
+    from tpl.bench.trackers import check_trackers
     from tpl.cli.suite_view import SuiteView, counts_line
 
+    check_trackers(track)
     checked = check_suite(content)
     engine = create_engine(engine_name, checked.device, workers)
-    run = SuiteRun(checked, place)
+    run = SuiteRun(checked, place, track)
     with run.open() as states:
         slots = engine.slots(sum(not state.reused for state in states))
         with SuiteView(err, states, slots, quiet=as_json) as view:
