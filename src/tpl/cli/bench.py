@@ -137,7 +137,7 @@ def run(
 
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
 
-    `tpl run digits-5t --track tensorboard --track mlflow:sqlite:///runs.db`
+    `tpl run digits-5t --track tensorboard --track mlflow:mlruns`
     """
     from tpl.bench.results import RunResult
     from tpl.bench.run import RunSpec, execute_together
