@@ -106,7 +106,7 @@ def test_settings_are_flat() -> None:
         "method": "tpl",
         "options": {"lr": 0.1, "beta": None},
         "classes": [["a", "b"], ["c"]],
-        "validation": None,
+        "data": None,
     }
     assert flat(content) == {
         "method": "tpl", "options.lr": 0.1, "options.beta": "null", "classes_per_task": "[2, 1]", "data": "null",

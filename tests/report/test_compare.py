@@ -10,7 +10,7 @@ from scipy import stats
 
 from tpl.bench.results import RunResult
 from tpl.report import compare
-from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE
+from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE, Comparison, comparison_sheet
 
 
 def moved(before: list[RunResult], now: list[RunResult]) -> dict[str, Any]:
@@ -38,6 +38,8 @@ def test_less_forgetting_is_better_and_noise_is_noise() -> None:
     found = moved(before, now)
     assert found["forgetting_classic"].mean < 0 and found["forgetting_classic"].verdict == BETTER
     assert found["auroc"].verdict == NOISE and found["auroc"].mean == 0
+    shown = {row[2].text: row[5].text for row in comparison_sheet(Comparison(tuple(found.values()), (), ())).rows}
+    assert shown["AUROC"] == "0.00" and shown["Last"].startswith("+") and shown["Classic"].startswith("\N{MINUS SIGN}")
     wobble = [
         in_order("tpl", n, level + d) for n, (level, d) in enumerate(zip(LEVELS, (0.03, -0.02, 0.01), strict=True))
     ]

@@ -148,6 +148,8 @@ def comparison_sheet(comparison: Comparison) -> Sheet:
 
 def _signed(difference: Difference, value: float) -> str:
     text = difference.column.show(value)
+    if not text.strip("\N{MINUS SIGN}0."):
+        return text.lstrip("\N{MINUS SIGN}")  # nothing has no sign
     return text if text.startswith("\N{MINUS SIGN}") else f"+{text}"
 
 

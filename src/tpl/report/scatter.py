@@ -45,14 +45,13 @@ class Cloud:
 
 
 def cloud_of_runs(scene: Scene) -> Cloud:
-    """A point for every run whose method has task scores; the colours are those of the groups elsewhere."""
-    points, series = [], -1
-    for group in scene.groups:
-        series += group.role == CONTINUAL
+    """A point for every run of a competing method with task scores; colours are those of the groups elsewhere."""
+    points = []
+    for series, group in enumerate(group for group in scene.groups if group.role == CONTINUAL):
         for run in group.runs:
             found = numbers(run.result)
             if found["auroc"] is not None and found["last"] is not None:
-                points.append(Point(100 * found["auroc"], 100 * found["last"], max(series, 0), group=group.name))
+                points.append(Point(100 * found["auroc"], 100 * found["last"], series, group=group.name))
     return Cloud(tuple(points), _line(points))
 
 
