@@ -145,6 +145,12 @@ def test_the_directory_holds_stages_matrices_and_the_model(whole: Whole) -> None
 
 def test_the_numbers_follow_from_the_matrices(whole: Whole) -> None:
     summary, matrices, sizes = whole.result.summary, whole.result.matrices, whole.result.sizes
+    confusion, known = whole.result.task_confusion, whole.result.class_accuracy
+    assert confusion is not None and known is not None
+    assert np.diag(confusion) / sizes == pytest.approx(matrices["tp"][-1])
+    assert [len(row) for row in known] == [2, 4] and [sum(row) for row in confusion] == sizes
+    read_back = RunResult.read(whole.place)
+    assert (read_back.task_confusion, read_back.class_accuracy) == (confusion, known)
     assert summary["last"] == metrics.last(matrices["cil"], sizes)
     assert summary["aia"] == metrics.average_incremental(matrices["cil"], sizes)
     assert (summary["til"], summary["tp"]) == tuple(metrics.last(matrices[k], sizes) for k in ("til", "tp"))

@@ -182,8 +182,12 @@ def test_report_puts_runs_on_a_page(tiny: tuple[Path, Result], joint_run: Path, 
 
 
 def test_report_keeps_two_runs_of_one_method_apart(tiny: tuple[Path, Result], tmp_path: Path) -> None:
-    answer = ask("report", tiny[0], tiny[0], "--out", tmp_path / "page.html")
-    assert [row["name"] for row in answer["runs"]] == ["tpl", "tpl (tpl)"]
+    again = tmp_path / "again"
+    again.mkdir()
+    for name in ("run.json", "results.json"):
+        (again / name).write_bytes((tiny[0] / name).read_bytes())
+    answer = ask("report", tiny[0], tiny[0], again, "--out", tmp_path / "page.html")  # named twice, it counts once
+    assert [row["name"] for row in answer["runs"]] == [f"tpl ({tiny[0].parent})", f"tpl ({tmp_path})"]
 
 
 def test_report_needs_finished_runs(fail: Callable[..., str], tmp_path: Path) -> None:

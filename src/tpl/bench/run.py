@@ -23,7 +23,8 @@ from typing import Any, Self
 from tpl.bench.benchmarks import Benchmark, find_benchmark
 from tpl.bench.environment import describe_environment
 from tpl.bench.evaluate import Evaluator
-from tpl.bench.results import RunResult, summarise
+from tpl.bench.results import RunResult, numbers_so_far, summarise
+from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
@@ -106,24 +107,31 @@ class RunSpec:
         return find_benchmark(self.benchmark)
 
 
-def execute(spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent) -> RunResult:
+def execute(
+    spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent, track: Sequence[str] = ()
+) -> RunResult:
     """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
-    return execute_together([spec], [out], resume, listen)[0]
+    return execute_together([spec], [out], resume, listen, track)[0]
 
 
 def execute_together(
-    specs: Sequence[RunSpec], places: Sequence[Path], resume: bool = False, listen: Listener = silent
+    specs: Sequence[RunSpec],
+    places: Sequence[Path],
+    resume: bool = False,
+    listen: Listener = silent,
+    track: Sequence[str] = (),
 ) -> list[RunResult]:
     """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
 
     Every run has a directory of its own, as if it had run alone. `listen` hears the first of those still to be done,
-    and every warning.
+    and every warning. `track` names trackers (see `tpl.bench.trackers`), which hear every run.
     """
+    check_trackers(track)
     with ExitStack() as open_runs:
         runs = [open_runs.enter_context(OpenRun(*pair, resume)) for pair in zip(specs, places, strict=True)]
         going = [run for run in runs if not run.finished]
         for run in going:
-            run.begin(listen if run is going[0] else _only_warnings(listen))
+            run.begin(listen if run is going[0] else _only_warnings(listen), track)
         for stage in range(max((len(run.stream) for run in going), default=0)):
             active = [run for run in going if stage < len(run.stream)]
             tasks = [run.next_task() for run in active]
@@ -178,7 +186,7 @@ class OpenRun:
         """Whether all is done."""
         return (self.out / "results.json").exists()
 
-    def begin(self, listen: Listener) -> None:
+    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
         """Take up what an earlier process has learned, and tell what is to be done."""
         spec = self.spec
         self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
@@ -187,16 +195,29 @@ class OpenRun:
         self.learner.method.compute.forget_peak_memory()
         self.evaluator = Evaluator(self.stream, self.learner.method)
         self.tasks = enumerate(self.stream.once())
-        log = self._open.enter_context(EventLog(self.out / "events.jsonl", listen))
+        events = self.out / "events.jsonl"
+        tracked = self._tracked(events) if track else None
+        log = self._open.enter_context(EventLog(events, listen))
+        tracking = Tracking(track, tracked, log) if tracked else None
+        if tracking:
+            self._open.callback(tracking.close)
 
         def tell(event: Event) -> None:
             if event.kind == "trained":
                 self.trained = event.data
             log(event)
+            if tracking:
+                tracking(event)
 
         self.tell = tell
         tell(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
         _warn_about_leaks(spec, tell)
+
+    def _tracked(self, events: Path) -> TrackedRun:
+        """What trackers are told of this run before it begins."""
+        description = json.loads((self.out / "run.json").read_text(encoding="utf-8"))
+        lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
+        return TrackedRun(self.out, flat(description), self.learned, epochs_of(lines, self.learned), bool(lines))
 
     def next_task(self) -> Task:
         """The task of the next stage; a cumulative method gets all tasks up to it in one."""
@@ -224,7 +245,8 @@ class OpenRun:
         content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
         content["peak_device_bytes"] = method.compute.peak_memory()
         _write_stage(self.out, stage, content)
-        self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")}))
+        so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}
+        self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
 
     def result(self) -> RunResult:
         """The numbers of the finished run."""

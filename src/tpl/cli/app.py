@@ -51,6 +51,10 @@ Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 PerTask = Annotated[str | None, typer.Option(help="Classes a task, e.g. 5, or 10,2,3 for unequal ones.")]
 Tasks = Annotated[int | None, typer.Option(help="Stop after this many tasks.")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME[:WHERE]", help="Also tell tensorboard, mlflow or wandb; may be given several times."),
+]
 Validation = Annotated[
     float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
 ]
@@ -114,6 +118,16 @@ def names(text: str, what: str, example: str) -> list[str]:
     found = separate(text)
     if not found or len(set(found)) < len(found):
         raise TplError(f"{what} are joined by commas, each named once, such as {example}.")
+    return found
+
+
+def trackers(texts: list[str] | None) -> list[str]:
+    """`tensorboard:DIR` and the like, each once; a place on disk holds whatever the current folder of a worker is."""
+    found = []
+    for text in dict.fromkeys(texts or []):
+        name, _, where = text.partition(":")
+        local = where and name != "wandb" and "://" not in where
+        found.append(f"{name}:{Path(where).expanduser().absolute()}" if local else text)
     return found
 
 

@@ -21,6 +21,7 @@ from tpl.cli.app import (
     Rate,
     Set,
     Tasks,
+    Track,
     Validation,
     Weights,
     app,
@@ -32,6 +33,7 @@ from tpl.cli.app import (
     out,
     overrides,
     print_json,
+    trackers,
 )
 from tpl.errors import TplError
 
@@ -88,6 +90,7 @@ def suite(
     gpu_share: Annotated[
         float | None, typer.Option(metavar="SHARE", help="With ray: a run's part of a GPU; 0.5 puts two on each.")
     ] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Make every run of a grid, methods x benchmarks x class orders x seeds, several at a time; print their means.
@@ -134,7 +137,7 @@ def suite(
     }
     content = _merged(file, grid, settings, overrides(epochs, lr, memory, latent, set_))
     place = directory or Path("runs") / (Path(file).stem if file else "suite")
-    _run(content, place, engine, workers, {"address": address, "gpu_share": gpu_share}, as_json)
+    _run(content, place, engine, workers, {"address": address, "gpu_share": gpu_share}, trackers(track), as_json)
 
 
 def _merged(
@@ -154,16 +157,19 @@ def _run(
     engine_name: str,
     workers: int | None,
     engine_options: dict[str, Any],
+    track: list[str],
     as_json: bool,
 ) -> None:
     from tpl.bench.engines import create_engine
     from tpl.bench.suite import check_suite
     from tpl.bench.suite_run import SuiteRun
+    from tpl.bench.trackers import check_trackers
     from tpl.cli.suite_view import SuiteView, counts_line
 
+    check_trackers(track)
     checked = check_suite(content)
     engine = create_engine(engine_name, checked.device, workers, **engine_options)
-    run = SuiteRun(checked, place)
+    run = SuiteRun(checked, place, track)
     with run.open() as states:
         slots = engine.slots(sum(not state.reused for state in states))
         with SuiteView(err, states, slots, quiet=as_json) as view:

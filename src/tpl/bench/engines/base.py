@@ -32,14 +32,15 @@ class Job:
     name: str  # tells jobs of a suite apart
     directory: str
     spec: dict[str, Any]  # the fields of a RunSpec, as JSON has them
+    track: list[str] = field(default_factory=list)  # trackers that hear of the run
 
     @classmethod
-    def of(cls, spec: RunSpec, place: Path) -> Job:
+    def of(cls, spec: RunSpec, place: Path, track: Sequence[str] = ()) -> Job:
         """The job of making a run in a directory. Its paths hold whatever the current folder of a worker is."""
         content = dataclasses.asdict(spec)
         for name in _PATHS:
             content[name] = None if content[name] is None else str(content[name].expanduser().absolute())
-        return cls(place.name, str(place.absolute()), content)
+        return cls(place.name, str(place.absolute()), content, list(track))
 
     def run_spec(self) -> RunSpec:
         """What to run."""
