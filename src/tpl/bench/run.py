@@ -25,7 +25,7 @@ from tpl.bench.environment import describe_environment
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import RunResult, numbers_so_far, summarise
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
-from tpl.engine import Event, Listener, silent
+from tpl.engine import Event, Listener, current, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method, learn_together
@@ -124,11 +124,15 @@ def execute_together(
     """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
 
     Every run has a directory of its own, as if it had run alone. `listen` hears the first of those still to be done,
-    and every warning. `track` names trackers (see `tpl.bench.trackers`), which hear every run.
+    and every warning. `track` names trackers (see `tpl.bench.trackers`), which hear every run. Of several processes,
+    all train, and the first one does the rest.
     """
     check_trackers(track)
+    processes = current()
+    kind = OpenRun if processes.leads else FollowedRun
     with ExitStack() as open_runs:
-        runs = [open_runs.enter_context(OpenRun(*pair, resume)) for pair in zip(specs, places, strict=True)]
+        with processes.first_before_others():
+            runs = [open_runs.enter_context(kind(*pair, resume)) for pair in zip(specs, places, strict=True)]
         going = [run for run in runs if not run.finished]
         for run in going:
             run.begin(listen if run is going[0] else _only_warnings(listen), track)
@@ -138,7 +142,8 @@ def execute_together(
             _learn_stage(stage, [pair for pair in zip(active, tasks, strict=True) if stage >= pair[0].learned])
             for run in active:
                 run.evaluate(stage)
-    return [run.result() for run in runs]
+    with processes.first_before_others():
+        return [run.result() for run in runs]
 
 
 def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
@@ -159,9 +164,11 @@ class OpenRun:
     tell: Listener
 
     def __init__(self, spec: RunSpec, out: Path, resume: bool) -> None:
-        _check_directory(out, resume)
         self.spec, self.out = spec, out
+        self.check_directory(resume)
         self.stream, self.learner = spec.stream(), spec.learner()
+        if not current().alone:
+            self.learner.method.check_splits()
         self.store = ModelStore(out / "model")
         self.learned = 0  # tasks that an earlier process has learned
         self.trained: dict[str, Any] = {}
@@ -186,15 +193,31 @@ class OpenRun:
         """Whether all is done."""
         return (self.out / "results.json").exists()
 
-    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
-        """Take up what an earlier process has learned, and tell what is to be done."""
+    def check_directory(self, resume: bool) -> None:
+        """Make the run's directory, unless another run is there."""
+        if (self.out / "run.json").exists() and not resume:
+            raise RunError(
+                f"{self.out} already holds a run. Continue it with --resume, or choose another place with --out."
+            )
+        try:
+            (self.out / "stages").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.out} cannot be made: {error}.") from error
+
+    def take_up(self) -> None:
+        """Know what an earlier process has learned."""
         spec = self.spec
         self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
         if self.learned:
             self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
+        self.tasks = enumerate(self.stream.once())
+
+    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+        """Take up what an earlier process has learned, and tell what is to be done."""
+        self.take_up()
+        spec = self.spec
         self.learner.method.compute.forget_peak_memory()
         self.evaluator = Evaluator(self.stream, self.learner.method)
-        self.tasks = enumerate(self.stream.once())
         events = self.out / "events.jsonl"
         tracked = self._tracked(events) if track else None
         log = self._open.enter_context(EventLog(events, listen))
@@ -257,6 +280,32 @@ class OpenRun:
         return result
 
 
+class FollowedRun(OpenRun):
+    """A run in a process that trains along with the first one, which keeps the files, measures and tells."""
+
+    tell = staticmethod(silent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def check_directory(self, resume: bool) -> None:
+        """The first process has."""
+
+    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+        """Take up what an earlier process has learned."""
+        self.take_up()
+
+    def keep(self, stage: int, seconds: float, together: int) -> None:
+        """The first process does."""
+
+    def evaluate(self, stage: int) -> None:
+        """The first process does, with the same network."""
+
+    def result(self) -> RunResult:
+        """What the first process has written."""
+        return RunResult.read(self.out)
+
+
 def _only_warnings(listen: Listener) -> Listener:
     return lambda event: listen(event) if event.kind == "warning" else None
 
@@ -295,15 +344,6 @@ class EventLog:
             self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
             self.stream.flush()
         self.listen(event)
-
-
-def _check_directory(out: Path, resume: bool) -> None:
-    if (out / "run.json").exists() and not resume:
-        raise RunError(f"{out} already holds a run. Continue it with --resume, or choose another place with --out.")
-    try:
-        (out / "stages").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out} cannot be made: {error}.") from error
 
 
 def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner) -> None:

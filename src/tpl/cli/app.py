@@ -7,6 +7,7 @@ every mistake in an argument answer at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,10 +75,14 @@ Set = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         out.print(__version__, highlight=False)
         raise typer.Exit
+    if context.invoked_subcommand != "run" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        raise TplError("torchrun has started several processes; of all commands, only `tpl run` can use them.")
 
 
 def overrides(

@@ -138,10 +138,13 @@ def run(
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
 
     `tpl run digits-5t --track tensorboard --track mlflow:mlruns`
+
+    `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run over four GPUs, which share every batch)
     """
     from tpl.bench.results import RunResult
     from tpl.bench.run import RunSpec, execute_together
     from tpl.console import RunProgress
+    from tpl.engine import joined
     from tpl.report import rich_table, summary_rows
 
     pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
@@ -168,13 +171,17 @@ def run(
     folder = directory or Path("runs")
     places = [directory] if directory and len(specs) == 1 else [folder / spec.directory_name() for spec in specs]
     joint = RunResult.read(against) if against else None
-    try:
-        with RunProgress(err, quiet=as_json) as progress:
-            results = execute_together(specs, places, resume, progress, trackers(track))
-    except KeyboardInterrupt:
-        where = escape(", ".join(map(str, places)))
-        err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")
-        raise typer.Exit(130) from None
+    with joined(device) as processes:
+        try:
+            with RunProgress(err, quiet=as_json or not processes.leads) as progress:
+                results = execute_together(specs, places, resume, progress, trackers(track))
+        except KeyboardInterrupt:
+            where = escape(", ".join(map(str, places)))
+            if processes.leads:
+                err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")
+            raise typer.Exit(130) from None
+    if not processes.leads:
+        return
     if as_json:
         found = [
             {"directory": str(place), "method": name, "order": each}

@@ -84,6 +84,7 @@ class HAT(MemoryBank):
     paper = "Serra et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
     keeps = "a task's mask, norms, head, and what its detector needs"
     cost = "one pass a training image and epoch; a pass a task and answer"
+    splits = True
     config_class = HATConfig
     from_scratch = True
     config: HATConfig

@@ -55,6 +55,15 @@ class MemoryBank(BankMethod):
         self.held_: list[HeldOut] = []
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
 
+    def check_splits(self) -> None:
+        """As every method; and the training technique has a say."""
+        super().check_splits()
+        if not self.bank.technique.splits:
+            raise TplError(
+                f"technique={self.bank.technique.name} looks at a whole batch, so several processes cannot share one. "
+                "Start one process, or choose another technique."
+            )
+
     @property
     def memory_budget(self) -> int:
         """How many images the memory may keep."""
