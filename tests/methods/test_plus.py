@@ -12,7 +12,7 @@ from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.stream import Stream
 
-OPTIONS = {"latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
+OPTIONS = {"sees": "encoder", "weight": 1.0, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_impossible_choices_are_explained() -> None:
 
 
 def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None:
-    learner = Learner("tpl-plus", device="cpu", sees="first", **(OPTIONS | {"epochs": 1}))
+    learner = Learner("tpl-plus", device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
     for task in small_stream[:2]:
         learner.learn(task)
     method = learner.method
@@ -96,6 +96,10 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None
     everyone = method.log_probabilities(pixels)
     method.rescore(passes="2")  # what the expert saw of the first task's model serves that task's answer
     torch.testing.assert_close(method.log_probabilities(pixels), everyone)
+    asked = method.tasks_to_ask(method.expert_says(common))
+    assert bool(asked[:, 0].all())  # the expert has seen through it
+    method.rescore(passes="1")
+    assert 1 <= method.passes(common) <= 2
     learner.remove("class 0")
     with pytest.raises(TplError, match="that task's last class cannot go"):
         learner.remove("class 1")

@@ -26,6 +26,7 @@ CASES += [(name, "resnet18:8") for name, method in sorted(load_methods().items()
 def test_recorded_steps_are_plain_steps(
     method: str, encoder: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two plain runs differ as well
     known = load_methods()[method].config_class.__dataclass_fields__
     options = {name: value for name, value in OPTIONS.items() if name in known}
     answers = []

@@ -53,6 +53,35 @@ def test_tasks_learned_one_by_one_classify_all_classes() -> None:
     assert learned.strength in STRENGTHS and learned.temperature in TEMPERATURES
 
 
+def test_leaving_one_out_is_leaving_it_out() -> None:
+    z, y = problem(samples=60)
+    whole = ridge()
+    whole.learn_whole(z, y, z, y)
+    assert whole.settled and whole.strength in STRENGTHS
+    penalty = whole.strength * float(whole.gram.diagonal().mean())
+    hidden, target = whole.hidden(z), torch.nn.functional.one_hot(y).double()
+    errors = {}
+    for strength in STRENGTHS:
+        eye = strength * float(whole.gram.diagonal().mean()) * torch.eye(64)
+        rest = [
+            torch.linalg.solve(h.T @ h + eye, h.T @ t)
+            for h, t in ((hidden[torch.arange(60) != i], target[torch.arange(60) != i]) for i in range(60))
+        ]
+        errors[strength] = float((torch.stack([hidden[i] @ w for i, w in enumerate(rest)]) - target).square().mean())
+    assert whole.strength == min(errors, key=lambda strength: errors[strength])
+    solution = torch.linalg.solve(whole.gram + penalty * torch.eye(64), whole.sums)
+    torch.testing.assert_close(whole.weights, solution, rtol=1e-6, atol=1e-8)
+
+
+def test_the_strength_moves_by_one_step_a_task_once_it_was_chosen() -> None:
+    z, y = problem()
+    learned = ridge()
+    learned.learn_whole(z[:60], y[:60], z[:60], y[:60])
+    before = STRENGTHS.index(learned.strength)
+    learned.learn(z[60:], y[60:], torch.Generator().manual_seed(0))
+    assert abs(STRENGTHS.index(learned.strength) - before) <= 1
+
+
 def test_state_and_forgetting() -> None:
     z, y = problem()
     learned = ridge()

@@ -65,6 +65,8 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
     on_gpu = chosen.type == "cuda"
+    if on_gpu and precision == "fp32":
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, too: by default they round to ten bits
     if compile == "on" and not (on_gpu and _has_compiler()):
         raise TplError("Compiling needs a CUDA device, Triton and a C compiler; leave --compile at auto or off.")
     return Compute(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
@@ -35,12 +36,12 @@ class PlusConfig(TPLConfig):
     """TPL's options, and those of the global expert."""
 
     sees: str = option(
-        "encoder",
+        "first",
         "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
         ("encoder", "first"),
     )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
-    weight: float = option(1.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
+    weight: float = option(1.5, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
     covered: float = option(0.95, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
@@ -72,11 +73,15 @@ class TPLPlus(TPL):
     def conclude(self, task: Task, samples: Samples) -> None:
         """As TPL; and the expert takes up the task."""
         super().conclude(task, samples)
-        seen = self.common_features(samples.pixels)
+        seen, numbers = self._even(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
             width = self.config.width or features_for(len(samples))
             self.expert = RandomRidge.drawn(seen.shape[1], width, self.generator("projection"), self.compute.device)
-        self.expert.learn(seen, samples.labels + len(self.classes_), self.generator("held out"))
+        if len(self.memory):  # it has all classes: better to choose on than the new ones alone
+            known = self._even(self.common_features(self.memory.pixels(self.preprocess, self.compute.device)))
+            self.expert.learn_whole(seen, numbers, known, self.memory.labels.to(self.compute.device))
+        else:
+            self.expert.learn(seen, numbers, self.generator("held out"))
 
     # Answers
 
@@ -96,7 +101,11 @@ class TPLPlus(TPL):
     def expert_says(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from the encoder's own features."""
         assert self.expert is not None
-        return self.expert.log_probabilities(common)
+        return self.expert.log_probabilities(self._even(common))
+
+    def _even(self, common: Tensor) -> Tensor:
+        """Features of both kinds at one length, so that neither outweighs the other."""
+        return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
@@ -146,7 +155,10 @@ class TPLPlus(TPL):
         return (within + tasks[:, owner] + self.config.weight * says).log_softmax(dim=1)
 
     def tasks_to_ask(self, says: Tensor) -> Tensor:
-        """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes."""
+        """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes.
+
+        What the expert sees through the first task's model is that task's answer as well: it is always asked then.
+        """
         owner = task_of_class(self.task_classes_).to(says.device)
         count = len(self.task_classes_)
         share = torch.zeros(len(says), count, dtype=torch.float64, device=says.device)
@@ -158,7 +170,9 @@ class TPLPlus(TPL):
             wanted = ranked.cumsum(dim=1) - ranked < self.config.covered  # up to the one that reaches it
         else:
             wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
-        return torch.zeros_like(wanted).scatter(1, order, wanted)
+        asked = torch.zeros_like(wanted).scatter(1, order, wanted)
+        asked[:, 0] |= self.config.sees == "first"
+        return asked
 
     def passes(self, common: Tensor | None = None) -> float:
         """Task models asked about an image, on average over those whose encoder features are given."""
@@ -172,7 +186,7 @@ class TPLPlus(TPL):
         """As TPL; and more images add to the expert's sums."""
         super().update_classes(task, samples, held)
         assert self.expert is not None
-        self.expert.update(self.common_features(samples.pixels), self.numbers_of(task, samples))
+        self.expert.update(self._even(self.common_features(samples.pixels)), self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""

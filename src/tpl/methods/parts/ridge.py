@@ -17,9 +17,10 @@ from tpl.scores.base import in_blocks
 
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 256, 10_000  # random features
+SMALLEST_REST = 1e-6  # of a sample that nearly determines its own answer
 HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
-TEMPERATURES = tuple(2.0**e for e in range(-9, 3))
+TEMPERATURES = tuple(2.0 ** (e / 2) for e in range(-18, 5))
 
 
 def features_for(samples: int) -> int:
@@ -45,7 +46,7 @@ class RandomRidge:
         width, device = projection.shape[1], projection.device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
-        self.strength = STRENGTHS[-1]
+        self.strength, self.settled = STRENGTHS[-1], False  # whether it was chosen
         self.temperature = 1.0
         self.weights = self.sums
 
@@ -70,9 +71,21 @@ class RandomRidge:
         self._add(z[~held], y[~held])
         if bool(held.any()):
             if self.classes > 1:
-                self._choose(z[held], y[held])
+                self._choose(z[held], y[held], inside=False)
             self._add(z[held], y[held])
         self._solve()
+
+    def learn_whole(self, z: Tensor, y: Tensor, known: Tensor, labels: Tensor) -> None:
+        """Take up a task, with ridge and temperature chosen on samples of all classes that were taken up, too.
+
+        Each of them is judged by the classifier of all others (leave one out, in closed form).
+        """
+        self._add(z, y)
+        chosen = self._choose(known, labels, inside=True) if self.classes > 1 else None
+        if chosen is None:
+            self._solve()
+        else:
+            self.weights = chosen
 
     def update(self, z: Tensor, y: Tensor) -> None:
         """Take up more samples of known classes, as if they had always been there."""
@@ -88,29 +101,50 @@ class RandomRidge:
             self.gram += h.T @ h
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
 
-    def _choose(self, z: Tensor, y: Tensor) -> None:
-        """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy."""
+    def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
+        """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy.
+
+        `inside`: the samples were taken up already. All strengths are tried at first, then the neighbours of the last:
+        it moves slowly as samples come in. Gives the classifier that came with the choice.
+        """
         hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
         target = F.one_hot(y, self.classes).double()
         tried = {}
-        for strength in STRENGTHS:
-            answer = hidden @ self._solution(strength)
-            tried[strength] = float((answer - target).square().mean()), answer
-        self.strength = min(tried, key=lambda strength: tried[strength][0])
-        answer = tried[self.strength][1]
+        for strength in self._candidates():
+            factor = self._factor(strength)
+            if factor is not None:
+                weights = torch.cholesky_solve(self.sums, factor)
+                answer = hidden @ weights
+                if inside:
+                    answer = _without_itself(answer, hidden, target, factor)
+                tried[strength] = float((answer - target).square().mean()), answer, weights
+        if not tried:
+            return None
+        self.strength, self.settled = min(tried, key=lambda strength: tried[strength][0]), True
+        _, answer, weights = tried[self.strength]
         self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(answer / t, y)))
+        return weights
+
+    def _candidates(self) -> tuple[float, ...]:
+        if not self.settled:
+            return STRENGTHS
+        place = STRENGTHS.index(self.strength)
+        return STRENGTHS[max(place - 1, 0) : place + 2]
 
     def _solve(self) -> None:
         """The classifier of all that was taken up."""
-        self.weights = self._solution(self.strength)
+        factor = self._factor(self.strength)
+        if factor is None:  # rounding has moved the limit since this strength was chosen
+            factor = self._factor(STRENGTHS[-1])
+        assert factor is not None
+        self.weights = torch.cholesky_solve(self.sums, factor)
 
-    def _solution(self, strength: float) -> Tensor:
+    def _factor(self, strength: float) -> Tensor | None:
+        """Of G + lambda I; None where the ridge is too weak for rounding."""
         ridge = self.gram.clone()
         ridge.diagonal().add_(strength * (float(ridge.diagonal().mean()) or 1.0))
         factor, failed = torch.linalg.cholesky_ex(ridge)
-        if bool(failed):  # too weak a ridge for rounding: never the one to choose
-            return torch.full_like(self.sums, 1e6)
-        return torch.cholesky_solve(self.sums, factor)
+        return None if bool(failed) else factor
 
     def log_probabilities(self, z: Tensor) -> Tensor:
         """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
@@ -126,7 +160,7 @@ class RandomRidge:
     def state(self) -> dict[str, Tensor]:
         """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
-        chosen = torch.tensor([self.strength, self.temperature], dtype=torch.float64)
+        chosen = torch.tensor([self.strength, self.temperature, self.settled], dtype=torch.float64)
         sums = {"gram": self.gram[rows, columns], "sums": self.sums}
         return {"projection": self.projection, "weights": self.weights, "chosen": chosen} | sums
 
@@ -138,5 +172,16 @@ class RandomRidge:
         ridge.gram[rows, columns] = state["gram"]
         ridge.gram += ridge.gram.triu(1).T
         ridge.sums, ridge.weights = state["sums"], state["weights"]
-        ridge.strength, ridge.temperature = state["chosen"].tolist()
+        ridge.strength, ridge.temperature, *settled = state["chosen"].tolist()
+        ridge.settled = settled == [1.0]  # early versions did not say
         return ridge
+
+
+def _without_itself(answer: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+    """What ridge regression would say of each sample had it not been taken up.
+
+    With h_i = x_i^T (G + lambda I)^-1 x_i, that is (answer_i - h_i y_i) / (1 - h_i).
+    """
+    own = torch.linalg.solve_triangular(factor, hidden.T, upper=False).square().sum(dim=0).unsqueeze(1)
+    rest: Tensor = (answer - own * target) / (1 - own).clamp_min(SMALLEST_REST)
+    return rest
