@@ -142,7 +142,8 @@ class TPL(ReplayBank):
 
     def contrast(self, common: Tensor | None) -> Tensor | None:
         """How much nearer each task's classes are than others' in the encoder's own space, `[n, tasks]`."""
-        if self.traces is None or self.traces.space is None or common is None or self.config.out_of_task == "constant":
+        left_out = self.config.out_of_task == "constant" or self.config.in_task == "none"
+        if self.traces is None or self.traces.space is None or common is None or left_out:
             return None
         return self.traces.contrast(common, self.task_classes_)
 
