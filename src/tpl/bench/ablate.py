@@ -120,10 +120,17 @@ def measure_variants(method: TPL, outputs: RunOutputs, only: Sequence[str] = ())
 
 
 def _possible(method: TPL, variant: Variant) -> bool:
-    """Whether there is what the variant needs: without stored images, neither neighbours nor fewer of them."""
+    """Whether the variant would change anything: without stored images there are no neighbours, nor fewer of them.
+
+    Weights are then found for the evidence itself, so how it is composed and scaled matters without calibration only.
+    """
     if method.config.memory_kind == "images":
         return True
-    return variant.group not in ("k", "memory") and not {"distance", "in_task"} & set(variant.changes)
+    changes = variant.changes
+    if changes.get("compose") and changes["calibration"] != "none":
+        return False
+    nearest = changes.get("distance") == "squared" or changes.get("in_task") == "knn"
+    return not nearest and changes.get("out_of_task") != "md" and variant.group not in ("k", "memory", "beta")
 
 
 class _Measure:

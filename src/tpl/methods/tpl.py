@@ -143,9 +143,10 @@ class TPL(ReplayBank):
 
     def contrast(self, common: Tensor | None) -> Tensor | None:
         """How much nearer each task's classes are than others' in the encoder's own space, `[n, tasks]`."""
-        if self.traces is None or self.traces.space is None or common is None or self.config.out_of_task == "constant":
+        left_out = self.config.out_of_task == "constant" or self.config.in_task == "none"
+        if self.traces is None or self.traces.space is None or common is None or left_out:
             return None
-        return self.traces.contrast(common, task_of_class(self.task_classes_).to(common.device))
+        return self.traces.contrast(common, self.task_classes_)
 
     def knownness(self, task: int, outputs: Outputs) -> Tensor:
         """The part of S_TPL that rests on the task's features alone: MD."""
@@ -258,7 +259,7 @@ class TPL(ReplayBank):
         seen.append(Outputs(*(column[rows] for column in newest)))
         evidence = torch.stack([s.evidence(*o) for s, o in zip(self.scores_, seen, strict=True)], dim=1)
         if traces.space is not None:
-            contrast = traces.contrast(encoded[rows], task_of_class(task_classes).to(self.compute.device))
+            contrast = traces.contrast(encoded[rows], task_classes)
             evidence = torch.cat([evidence, contrast.unsqueeze(2)], dim=2)
         traces.weigh(evidence)
 

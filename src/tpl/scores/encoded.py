@@ -6,6 +6,7 @@ per class and the scatter around the means are all that is kept, and both are ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -43,15 +44,14 @@ class EncoderSpace(Mahalanobis):
         """Whether any class is here."""
         return hasattr(self, "means_")
 
-    def contrast(self, z: Tensor, owner: Tensor) -> Tensor:
-        """How much nearer each task's classes are than all others', `[n, tasks]`; `owner[c]` is the task of class c.
+    def contrast(self, z: Tensor, sizes: Sequence[int]) -> Tensor:
+        """How much nearer each task's classes are than all others', `[n, tasks]`; `sizes` are their numbers of classes.
 
         (min_c D_c(z) over others' classes - min_c D_c(z) over the task's own) / d, with D the squared Mahalanobis
         distance. Over the training images D to the own class is d on average, so this is a log-likelihood ratio of
         Gaussians in units of what an own image has.
         """
-        distances = self.distances(z)
-        nearest = torch.stack([distances[:, owner == t].amin(dim=1) for t in range(int(owner.max()) + 1)], dim=1)
+        nearest = torch.stack([own.amin(dim=1) for own in self.distances(z).split(list(sizes), dim=1)], dim=1)
         if nearest.shape[1] == 1:
             return torch.zeros_like(nearest)
         best, second = nearest.topk(2, dim=1, largest=False).values.unbind(1)

@@ -8,6 +8,8 @@ each kind of evidence counts is found on every new task's images as the old task
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,10 +32,10 @@ class Traces:
         self.space = EncoderSpace(shrinkage) if kind == FEATURES else None
         self.evidence = Evidence(DISTANCE + 1 + (kind == FEATURES))
 
-    def contrast(self, common: Tensor, owner: Tensor) -> Tensor:
+    def contrast(self, common: Tensor, task_classes: Sequence[Sequence[str]]) -> Tensor:
         """What the encoder's own features say for each task, `[n, tasks]`."""
         assert self.space is not None
-        return self.space.contrast(common[:, : self.space.means_.shape[1]], owner)
+        return self.space.contrast(common[:, : self.space.means_.shape[1]], [len(names) for names in task_classes])
 
     def weigh(self, evidence: Tensor) -> None:
         """Learn from evidence `[n, tasks, kinds]` on images of the newest task, which is the last."""
