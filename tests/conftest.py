@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import small_encoder  # noqa: F401 (timm knows it from now on)
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
