@@ -30,7 +30,7 @@ def vit_small_enough_for_tests(pretrained: bool = False, num_classes: int = 0, *
                 module.weight.normal_(0, module.weight[0].numel() ** -0.5, generator=generator)
                 nn.init.zeros_(module.bias)
         for place in (vit.cls_token, vit.pos_embed):
-            place.normal_(0, 1, generator=generator)
+            place.normal_(0, 0.3, generator=generator)
     vit.pretrained_cfg = dict(DATA_CONFIG)
     return vit
 
