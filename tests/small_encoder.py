@@ -1,4 +1,4 @@
-"""A ViT of two narrow blocks, known to timm: a tenth of the compact encoder's time, for tests that need no good features.
+"""A ViT of two narrow blocks, known to timm: a tenth of the compact encoder's time, where features need not be good.
 
 Random weights of the right size keep colours, stripes and strokes apart well enough to learn them. For a process of its
 own there is `python -m small_encoder`, the program `tpl` with one encoder more.
