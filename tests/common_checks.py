@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner, Task
 from tpl.methods import load_methods
 from tpl.stream import Stream, TaskClosed
@@ -41,7 +41,7 @@ __all__ = [
 def new_learner(case: Case, seed: int = 0) -> Learner:
     method, options = case
     known = load_methods()[method].config_class.__dataclass_fields__
-    chosen = {"encoder": SMALL} | {k: v for k, v in OPTIONS.items() if k in known} | options
+    chosen = {"encoder": SMALL_VIT} | {k: v for k, v in OPTIONS.items() if k in known} | options
     return Learner(method, device="cpu", seed=seed, **chosen)
 
 

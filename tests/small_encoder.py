@@ -14,7 +14,7 @@ from torch import nn
 from tpl import cli
 from tpl.nets.compact import DATA_CONFIG
 
-SMALL = "vit_small_enough_for_tests"
+SMALL_VIT = "vit_small_enough_for_tests"
 
 
 @register_model

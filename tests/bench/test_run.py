@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
 from tpl.bench import metrics
 from tpl.bench.evaluate import Evaluator
@@ -30,7 +30,7 @@ from tpl.nets import create_encoder
 
 TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
 OPTIONS: dict[str, Any] = TRAINING | {"memory": 20}
-SPEC = RunSpec("digits-5t", encoder=SMALL, tasks=2, device="cpu", options=OPTIONS)
+SPEC = RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, device="cpu", options=OPTIONS)
 
 
 class Whole:
@@ -49,13 +49,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    spec = RunSpec("digits-5t", "joint", SMALL, tasks=2, device="cpu", options=TRAINING)
+    spec = RunSpec("digits-5t", "joint", SMALL_VIT, tasks=2, device="cpu", options=TRAINING)
     return execute(spec, tmp_path_factory.mktemp("joint") / "run")
 
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    spec = RunSpec("digits-5t", "finetune", SMALL, tasks=1, validation=0.2, device="cpu", options=TRAINING)
+    spec = RunSpec("digits-5t", "finetune", SMALL_VIT, tasks=1, validation=0.2, device="cpu", options=TRAINING)
     return execute(spec, tmp_path_factory.mktemp("validated") / "run")
 
 
@@ -106,7 +106,7 @@ def test_the_description_says_what_was_run(whole: Whole) -> None:
     assert run["options"] == SPEC.all_options()
     assert run["options"] | OPTIONS == run["options"]
     assert run["classes"] == [["0", "1"], ["2", "3"]]
-    assert run["encoder"] == {"name": SMALL, "sha256": create_encoder(SMALL).sha256}
+    assert run["encoder"] == {"name": SMALL_VIT, "sha256": create_encoder(SMALL_VIT).sha256}
     assert run["test_images"] == [len(task.test or ()) for task in SPEC.stream()]
     assert set(run["data"]) == {"train", "test"}
     assert all(len(bytes.fromhex(digest)) == 32 for digest in run["data"].values())
@@ -241,7 +241,18 @@ def test_interrupted_right_after_the_commit_then_resumed_is_the_same_run(
 def test_killed_then_resumed_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     place = tmp_path / "run"
     options = [text for name, value in OPTIONS.items() for text in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "small_encoder", "run", "digits-5t", "--encoder", SMALL, "--tasks", "2", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "small_encoder",
+        "run",
+        "digits-5t",
+        "--encoder",
+        SMALL_VIT,
+        "--tasks",
+        "2",
+        *options,
+    ]
     command += ["--device", "cpu", "--out", str(place), "--json"]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl.bench.run import RunSpec, execute, execute_together
 from tpl.engine import Event
 from tpl.errors import TplError
 from tpl.learner import Learner
 
 OPTIONS = {"latent": 8, "epochs": 1, "memory": 20}
-SPEC = RunSpec("digits-5t", encoder=SMALL, tasks=2, validation=0.5, options=OPTIONS, device="cpu")
+SPEC = RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, validation=0.5, options=OPTIONS, device="cpu")
 
 
 def specs(**changes: object) -> list[RunSpec]:

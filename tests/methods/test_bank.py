@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Event
 from tpl.errors import TplError
@@ -13,7 +13,7 @@ from tpl.methods.tpl import TPL
 from tpl.nets import hat
 from tpl.stream import Stream
 
-OPTIONS = {"encoder": SMALL, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
+OPTIONS = {"encoder": SMALL_VIT, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
 
 
 def tpl_learner(**options: object) -> tuple[Learner, TPL]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Samples, silent
 from tpl.methods.foster import FOSTER, Boosting, balanced_distillation, effective_weights, expanded, times_seen
@@ -16,7 +16,7 @@ OPTIONS = {"latent": 8, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 12}
 
 
 def foster(**options: object) -> tuple[Learner, FOSTER]:
-    learner = Learner("foster", SMALL, device="cpu", **(OPTIONS | options))
+    learner = Learner("foster", SMALL_VIT, device="cpu", **(OPTIONS | options))
     assert isinstance(learner.method, FOSTER)
     return learner, learner.method
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.l2p import L2P, PromptLoss, choose
@@ -17,7 +17,7 @@ OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "pool": 6, "length": 2, "c
 
 
 def new_method(**options: object) -> L2P:
-    method = Learner("l2p", SMALL, device="cpu", **(OPTIONS | options)).method
+    method = Learner("l2p", SMALL_VIT, device="cpu", **(OPTIONS | options)).method
     assert isinstance(method, L2P)
     return method
 
@@ -76,7 +76,7 @@ def test_the_loss_by_hand() -> None:
 
 
 def test_an_answer_does_not_depend_on_the_batch_and_the_trunk_does_not_move(small_stream: Stream) -> None:
-    learner = Learner("l2p", SMALL, device="cpu", **OPTIONS)
+    learner = Learner("l2p", SMALL_VIT, device="cpu", **OPTIONS)
     method = learner.method
     assert isinstance(method, L2P)
     trunk = {k: v.clone() for k, v in method.encoder.state_dict().items()}
@@ -94,7 +94,7 @@ def test_an_answer_does_not_depend_on_the_batch_and_the_trunk_does_not_move(smal
 
 
 def test_a_class_can_go(small_stream: Stream) -> None:
-    learner = Learner("l2p", SMALL, device="cpu", **OPTIONS)
+    learner = Learner("l2p", SMALL_VIT, device="cpu", **OPTIONS)
     learner.learn(small_stream[0])
     pixels = learner.prepare(small_stream[0].train)[::6]
     before = learner.method.log_probabilities(pixels)

@@ -10,7 +10,7 @@ from sklearn.base import BaseEstimator
 from sklearn.covariance import empirical_covariance
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
-from small_encoder import SMALL
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.slda import SLDA, Discriminant
@@ -73,7 +73,7 @@ def test_one_image_a_class_is_the_nearest_mean() -> None:
 
 
 def test_the_method_analyses_the_frozen_encoders_features(small_stream: Stream) -> None:
-    learner = Learner("slda", SMALL, device="cpu", shrinkage=SHRINKAGE)
+    learner = Learner("slda", SMALL_VIT, device="cpu", shrinkage=SHRINKAGE)
     z, y = [], []
     for t, task in enumerate(small_stream):
         learner.learn(task, held_out=0)
@@ -89,7 +89,7 @@ def test_the_method_analyses_the_frozen_encoders_features(small_stream: Stream) 
 
 def test_more_images_of_known_classes_join_and_a_class_can_go(small_stream: Stream) -> None:
     first = small_stream[0]
-    whole, parts = Learner("slda", SMALL, device="cpu"), Learner("slda", SMALL, device="cpu")
+    whole, parts = Learner("slda", SMALL_VIT, device="cpu"), Learner("slda", SMALL_VIT, device="cpu")
     assert isinstance(whole.method, SLDA) and isinstance(parts.method, SLDA)
     whole.learn(first, held_out=0)
     images, names = (
@@ -107,4 +107,4 @@ def test_more_images_of_known_classes_join_and_a_class_can_go(small_stream: Stre
 
 def test_too_much_shrinkage_is_explained() -> None:
     with pytest.raises(TplError, match="shrinkage must be at most 1"):
-        Learner("slda", SMALL, device="cpu", shrinkage=2.0)
+        Learner("slda", SMALL_VIT, device="cpu", shrinkage=2.0)
