@@ -241,19 +241,8 @@ def test_interrupted_right_after_the_commit_then_resumed_is_the_same_run(
 def test_killed_then_resumed_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     place = tmp_path / "run"
     options = [text for name, value in OPTIONS.items() for text in ("--set", f"{name}={value}")]
-    command = [
-        sys.executable,
-        "-m",
-        "small_encoder",
-        "run",
-        "digits-5t",
-        "--encoder",
-        SMALL_VIT,
-        "--tasks",
-        "2",
-        *options,
-    ]
-    command += ["--device", "cpu", "--out", str(place), "--json"]
+    command = [sys.executable, "-m", "small_encoder", "run", "digits-5t", "--encoder", SMALL_VIT, *options]
+    command += ["--tasks", "2", "--device", "cpu", "--out", str(place), "--json"]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
