@@ -17,7 +17,7 @@ OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "pool": 6, "length": 2, "c
 
 
 def new_method(**options: object) -> L2P:
-    method = Learner("l2p", SMALL_VIT, device="cpu", **(OPTIONS | options)).method
+    method = Learner("l2p", device="cpu", **({"encoder": SMALL_VIT} | OPTIONS | options)).method
     assert isinstance(method, L2P)
     return method
 
@@ -36,8 +36,9 @@ def test_prompts_are_chosen_as_by_brute_force() -> None:
         assert similarity[row].tolist() == pytest.approx([cosines[m] for m in best], abs=1e-6)
 
 
-def test_prompts_pass_through_timms_own_blocks() -> None:
-    method = new_method()
+@pytest.mark.parametrize("encoder", [SMALL_VIT, "compact"])
+def test_prompts_pass_through_timms_own_blocks(encoder: str) -> None:
+    method = new_method(encoder=encoder)
     vit, images, prompts = method.encoder.vit, random(2, 3, 32, 32), random(2, 4, method.encoder.dim, seed=1)
     with torch.no_grad():
         tokens = torch.cat([prompts, vit._pos_embed(vit.patch_embed(images))], dim=1)
