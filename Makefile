@@ -11,7 +11,7 @@ demo: $(READY)  ## teach the bundled digits to three learners; about 2 minutes o
 	$(BIN)/tpl demo
 
 test: $(READY) check  ## lint, types, architecture, tests; under 10 minutes on two cores
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from common_checks import FAMILY, Case
 from tpl.methods.bank.techniques import TECHNIQUES
 
 CASES: dict[str, Case] = {name: (name, {}) for name in FAMILY}
+CASES["tpl"] = ("tpl", {"encoder": "compact"})  # what everybody starts with
 CASES |= {f"hat, {name}": ("hat", {"technique": name}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
 # From scratch, more and smaller steps are worth more than passes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.base import task_of_class
@@ -17,7 +18,7 @@ OPTIONS = {"sees": "encoder", "weight": 1.0, "latent": 16, "epochs": 2, "batch_s
 
 @pytest.fixture(scope="module")
 def method(small_stream: Stream) -> TPLPlus:
-    learner = Learner("tpl-plus", device="cpu", **OPTIONS)
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **OPTIONS)
     for task in small_stream:
         learner.learn(task)
     assert isinstance(learner.method, TPLPlus)
@@ -76,13 +77,13 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
 
 def test_impossible_choices_are_explained() -> None:
     with pytest.raises(TplError, match="passes must be all, auto or a number"):
-        Learner("tpl-plus", device="cpu", passes="some")
+        Learner("tpl-plus", SMALL_VIT, device="cpu", passes="some")
     with pytest.raises(TplError, match="needs passes=all"):
-        Learner("tpl-plus", device="cpu", passes="auto", calibration="probability")
+        Learner("tpl-plus", SMALL_VIT, device="cpu", passes="auto", calibration="probability")
 
 
 def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None:
-    learner = Learner("tpl-plus", device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
     for task in small_stream[:2]:
         learner.learn(task)
     method = learner.method
