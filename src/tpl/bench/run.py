@@ -11,100 +11,29 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
 import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tpl.bench.benchmarks import Benchmark, find_benchmark
+from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.environment import describe_environment
 from tpl.bench.evaluate import Evaluator
+from tpl.bench.files import EventLog, RunError, data_hashes, stage_file, write_description, write_stage
 from tpl.bench.results import RunResult, numbers_so_far, summarise
+from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Event, Listener, current, silent
-from tpl.errors import TplError
 from tpl.learner import Learner
-from tpl.methods import find_method, learn_together
+from tpl.methods import learn_together
 from tpl.methods.bank import BankMethod
-from tpl.nets import is_resnet
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore, replace_text
-from tpl.stream import Stream, Task, fingerprint
+from tpl.store import ModelStore
+from tpl.stream import Stream, Task
 
-ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
-
-
-SMALL = "small"  # in the place of a memory's size: that of the paper's small-buffer experiments
-
-
-class RunError(TplError):
-    """A run cannot start or go on."""
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """What to run. Everything that can change a number is in here."""
-
-    benchmark: str
-    method: str = "tpl"
-    encoder: str = COMPACT
-    weights: Path | None = None
-    data: Path | None = None
-    download: bool = False
-    order: str = "natural"
-    seed: int = 0
-    per_task: int | tuple[int, ...] | None = None  # classes a task; None = the benchmark's own
-    tasks: int | None = None
-    validation: float | None = None
-    device: str = "auto"
-    precision: str = "auto"
-    compile: str = "auto"
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def all_options(self) -> dict[str, Any]:
-        """The benchmark's options for this method and encoder, overridden by those given."""
-        config = find_method(self.method).config_class
-        fields = {f.name for f in dataclasses.fields(config)}
-        benchmark = self._benchmark()
-        scratch = benchmark.from_scratch if is_resnet(self.encoder) else {}
-        prescribed = benchmark.options | benchmark.by_method.get(self.method, {}) | scratch
-        merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
-        if merged.get("memory") == SMALL:
-            merged["memory"] = benchmark.smaller_memory()
-        return config.parse(merged).to_dict()
-
-    def stream(self) -> Stream:
-        """The benchmark's tasks as this run meets them."""
-        return self._benchmark().stream(
-            self.data, self.order, self.download, self.per_task, self.tasks, self.validation, self.seed
-        )
-
-    def learner(self) -> Learner:
-        """A learner that knows nothing yet."""
-        return Learner(
-            self.method,
-            self.encoder,
-            self.weights,
-            self.device,
-            self.precision,
-            self.seed,
-            self.compile,
-            **self.all_options(),
-        )
-
-    def directory_name(self) -> str:
-        """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
-        content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ELSEWHERE}
-        content["options"] = json.dumps(self.all_options(), sort_keys=True)
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")
-
-    def _benchmark(self) -> Benchmark:
-        return find_benchmark(self.benchmark)
+__all__ = ["RunError", "RunSpec", "data_hashes", "execute", "execute_together"]
 
 
 def execute(
@@ -177,7 +106,7 @@ class OpenRun:
     def __enter__(self) -> Self:
         with ExitStack() as opening:
             opening.enter_context(self.store.writing())
-            _write_description(self.spec, self.out, self.stream, self.learner)
+            write_description(self.spec, self.out, self.stream, self.learner)
             self._open = opening.pop_all()
         return self
 
@@ -251,12 +180,12 @@ class OpenRun:
         """Write down what was learned: `seconds` is this run's share of the time of `together` runs."""
         content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
         # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
-        _write_stage(self.out, stage, content)
+        write_stage(self.out, stage, content)
         self.learner.save(self.store.path)
 
     def evaluate(self, stage: int) -> None:
         """Measure, unless that was done before the run was interrupted."""
-        content = json.loads(_stage_file(self.out, stage).read_text(encoding="utf-8"))
+        content = json.loads(stage_file(self.out, stage).read_text(encoding="utf-8"))
         if "cil" in content:
             return
         started, method = time.perf_counter(), self.learner.method
@@ -267,7 +196,7 @@ class OpenRun:
         content["parameters"] = method.parameters()
         content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
         content["peak_device_bytes"] = method.compute.peak_memory()
-        _write_stage(self.out, stage, content)
+        write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}
         self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
 
@@ -324,63 +253,3 @@ def _warn_about_leaks(spec: RunSpec, tell: Listener) -> None:
     if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
         text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
         tell(Event("warning", {"text": text}))
-
-
-class EventLog:
-    """Writes events down, one JSON object a line, and passes them on."""
-
-    def __init__(self, file: Path, listen: Listener) -> None:
-        self.file, self.listen = file, listen
-
-    def __enter__(self) -> Listener:
-        self.stream = self.file.open("a", encoding="utf-8")
-        return self._tell
-
-    def __exit__(self, *problem: object) -> None:
-        self.stream.close()
-
-    def _tell(self, event: Event) -> None:
-        if event.kind != "prepare":  # too many, and of no interest afterwards
-            self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
-            self.stream.flush()
-        self.listen(event)
-
-
-def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner) -> None:
-    """Write run.json, or check that the run to be resumed is this one."""
-    encoder = learner.method.encoder
-    what = {
-        "benchmark": spec.benchmark,
-        "method": spec.method,
-        "options": spec.all_options(),
-        "seed": spec.seed,
-        "order": spec.order,
-        "classes": [list(task.classes) for task in stream],
-        "test_images": [len(task.test) if task.test is not None else 0 for task in stream],
-        "validation": spec.validation,
-        "encoder": {"name": encoder.name, "sha256": encoder.sha256},
-        "data": data_hashes(stream),
-        "precision": "bf16" if learner.method.compute.bf16 else "fp32",
-    }
-    file = out / "run.json"
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
-        if differing:
-            raise RunError(f"{out} was started with other settings ({', '.join(differing)}); it cannot be resumed so.")
-        return
-    what["environment"] = describe_environment(learner.method.compute.device)
-    replace_text(file, json.dumps(what, indent=2) + "\n")
-
-
-def data_hashes(stream: Stream) -> dict[str, str]:
-    """What tells a run's images from others."""
-    return {"train": fingerprint([t.train for t in stream]), "test": fingerprint([t.test for t in stream])}
-
-
-def _stage_file(out: Path, stage: int) -> Path:
-    return out / "stages" / f"{stage:03d}.json"
-
-
-def _write_stage(out: Path, stage: int, content: dict[str, Any]) -> None:
-    replace_text(_stage_file(out, stage), json.dumps(content, indent=2) + "\n")
