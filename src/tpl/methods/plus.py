@@ -9,6 +9,7 @@ also says, for one pass of the encoder, which tasks are worth asking at all (`pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, within_tasks
+from tpl.methods.bank import Outputs, Question, within_tasks
 from tpl.methods.base import register, task_of_class
 from tpl.methods.parts.ridge import RandomRidge, features_for
 from tpl.methods.tpl import TPL, TPLConfig
@@ -114,22 +115,26 @@ class TPLPlus(TPL):
         asked = self.tasks_to_ask(says)
         scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
         within = torch.zeros_like(says)
-        first = 0
-        for t, model in enumerate(self.bank.tasks):
-            rows = torch.nonzero(asked[:, t]).squeeze(1)
-            if len(rows):
-                seen = self._asked(t, rows, pixels, common)
-                scores[rows, t] = self.scores_[t].score_features(*seen)
-                within[rows, first : first + model.own] = within_tasks([seen])
-            first += model.own
+        firsts = [sum(model.own for model in self.bank.tasks[:t]) for t in range(len(self.bank.tasks))]
+        for t, rows, seen in self._asked(asked, pixels, common):
+            scores[rows, t] = self.scores_[t].score_features(*seen)
+            within[rows, firsts[t] : firsts[t] + self.bank.tasks[t].own] = within_tasks([seen])
         return self._of_some(within, scores, says)
 
-    def _asked(self, task: int, rows: Tensor, pixels: Tensor, common: Tensor) -> Outputs:
-        """What a task's model says of some rows; what the expert has seen of it already is not computed again."""
-        if task == 0 and self.config.sees == "first":
+    def _asked(self, asked: Tensor, pixels: Tensor, common: Tensor) -> Iterator[tuple[int, Tensor, Outputs]]:
+        """What each task's model says of the rows it is asked about, `[n, tasks]`: all of them share their passes.
+
+        What the expert has seen of the first one already is not computed again.
+        """
+        first = self.config.sees == "first"
+        rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
+        if first and len(rows_of[0]):
+            rows = rows_of[0].to(common.device)
             features = common[rows, self.encoder.dim :]
-            return Outputs(features, self.bank.logits(features, 0))
-        return self.outputs_of(task, pixels[rows.to(pixels.device)])
+            yield 0, rows, Outputs(features, self.bank.logits(features, 0))
+        questions = [Question(t, rows) for t, rows in enumerate(rows_of) if len(rows) and not (first and t == 0)]
+        for (task, _), seen in zip(questions, self.answers(pixels, questions), strict=True):
+            yield task, rows_of[task].to(common.device), seen
 
     def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
         """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
