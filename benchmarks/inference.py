@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tpl.bench.environment import describe_environment
 from tpl.engine import choose_compute
-from tpl.methods.bank import Question
+from tpl.methods.bank import Question, asking
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
 
@@ -34,6 +34,7 @@ CLASSES = 10  # of a task
 def main() -> None:
     """Measure and print one JSON object."""
     options = parsed()
+    asking.ROWS = options.rows or asking.ROWS
     compute = choose_compute(options.device, options.precision, options.compile)
     method = TPL(create_encoder(options.encoder, options.weights), TPLConfig(latent=options.latent), compute)
     naive = Naive(method, create_encoder(options.encoder, options.weights))  # the method's own may be compiled
@@ -58,6 +59,7 @@ def main() -> None:
         "precision": "bf16" if compute.bf16 else "fp32",
         "compiled": method.encoder.fused,
         "latent": options.latent,
+        "rows_of_a_pass": asking.ROWS if compute.device.type == "cuda" else None,
         "passes_of_some": options.passes,
         "threads": torch.get_num_threads(),
         "tasks": "random, untrained, 70 % of the units open",
@@ -80,6 +82,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 2, 5, 10, 20, 50])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--passes", type=int, default=3, help="tasks asked about an image by `some`")
+    parser.add_argument("--rows", type=int, default=0, help="pairs of image and task in a pass on a GPU; 0: as usual")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure each at least")
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each, by turns; the best counts")
     parser.add_argument("--quick", action="store_true", help="ten tasks alone, one short measurement")
