@@ -108,7 +108,8 @@ def test_the_second_time_neither_images_nor_encoder_are_asked(
     def never(*_: object) -> None:
         raise AssertionError("the encoder was asked")
 
-    monkeypatch.setattr(Bank, "outputs", never)
+    for name in ("outputs", "answers"):
+        monkeypatch.setattr(Bank, name, never)
     away = data.rename(data.with_name("away"))
     try:
         assert ablate(run, None, None, "cpu") == rows

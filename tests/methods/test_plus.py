@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -82,7 +84,7 @@ def test_impossible_choices_are_explained() -> None:
         Learner("tpl-plus", SMALL_VIT, device="cpu", passes="auto", calibration="probability")
 
 
-def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None:
+def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_path: Path) -> None:
     learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
     for task in small_stream[:2]:
         learner.learn(task)
@@ -101,7 +103,12 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None
     assert bool(asked[:, 0].all())  # the expert has seen through it
     method.rescore(passes="1")
     assert 1 <= method.passes(common) <= 2
+    method.rescore(passes="all")
     learner.remove("class 0")
-    with pytest.raises(TplError, match="that task's last class cannot go"):
-        learner.remove("class 1")
-    assert learner.classes_ == ["class 1", "class 2", "class 3"]
+    learner.remove("class 1")  # the first task is gone; what its model sees, the expert still sees
+    assert learner.classes_ == ["class 2", "class 3"]
+    torch.testing.assert_close(method.common_features(pixels), common, rtol=1e-4, atol=1e-5)
+    learner.save(tmp_path / "model")
+    again = Learner.load(tmp_path / "model", device="cpu").method
+    torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
+    assert method.passes(common) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpl.bench import metrics
 from tpl.methods import Method
-from tpl.methods.bank import BankMethod, Outputs
+from tpl.methods.bank import BankMethod, Outputs, Question
 from tpl.methods.base import task_of_class
 from tpl.stream import ImageSet, Stream
 
@@ -80,11 +80,12 @@ class Evaluator:
         if not method.outputs_are_final and len(self.known) < len(method.bank.tasks):
             self.known = []  # a new task has moved the old ones' outputs
         old_models = len(self.known)
+        fresh = [method.answers(pixels, [Question(m) for m in range(old_models)]) for pixels in self.pixels[seen:]]
         for model, before in enumerate(self.known):
-            fresh = [method.outputs_of(model, pixels) for pixels in self.pixels[seen:]]
-            self.known[model] = _joined([before, *fresh])
-        for model in range(old_models, len(method.bank.tasks)):
-            self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
+            self.known[model] = _joined([before, *(told[model] for told in fresh)])
+        new = [Question(model) for model in range(old_models, len(method.bank.tasks))]
+        told = [method.answers(pixels, new) for pixels in self.pixels]
+        self.known += [_joined(list(each)) for each in zip(*told, strict=True)]
         self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
         common = self._common()
         scores = method.task_scores(self.known, common)
