@@ -36,7 +36,7 @@ def exportable(learner: Learner) -> TPL:
         )
     if isinstance(method, TPLPlus) and method.view_ is not None:
         raise TplError(
-            "All classes of this model's first task were removed, and a graph has no place for what is left."
+            "All classes of this model's first task were removed; a graph has no place for what is left."
         )
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
