@@ -68,7 +68,7 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
     )  # never a class that nobody was asked for
     if passes == "auto":
         share = torch.stack([says.exp()[:, owner == t].sum(dim=1) for t in range(3)], dim=1)
-        assert bool(((share * asked).sum(dim=1) >= 0.95 - 1e-12).all())
+        assert bool(((share * asked).sum(dim=1) >= 0.9 - 1e-12).all())
         assert asked.double().sum(dim=1).mean() < 3
     else:
         assert asked.sum(dim=1).unique().tolist() == [int(passes)]

@@ -43,9 +43,9 @@ class PlusConfig(TPLConfig):
         ("encoder", "first"),
     )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
-    weight: float = option(1.5, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
+    weight: float = option(2.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
-    covered: float = option(0.95, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
+    covered: float = option(0.9, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
