@@ -38,12 +38,12 @@ def changes() -> dict[str, Change]:
     }
 
 
-def new_model(path: Path) -> None:
+def new_model(path: Path, encoder: str) -> None:
     """Three tasks, five classes."""
     from tpl import Learner
 
     images = _digits()
-    learner = Learner("tpl", device="cpu", latent=4, epochs=1, batch_size=16, memory=10)
+    learner = Learner("tpl", encoder, device="cpu", latent=4, epochs=1, batch_size=16, memory=10)
     for numbers, names in (((0, 1), ("zero", "one")), ((2,), ("two",)), ((3,), ("three",))):
         pictures = [image for n in numbers for image in images[n]]
         learner.learn(pictures, [name for name in names for _ in range(6)], held_out=0.2)
@@ -159,11 +159,11 @@ def judge(path: Path, old: dict[str, Any], new: dict[str, Any], again: Callable[
         return f"unreadable: {error}"
 
 
-def run(kills: int, seed: int, place: Path) -> dict[str, Any]:
+def run(kills: int, seed: int, encoder: str, place: Path) -> dict[str, Any]:
     """How often which model was left, by command; `broken` lists what should never be."""
     draw = random.Random(seed)
     base, model = place / "base", place / "model"
-    new_model(base)
+    new_model(base, encoder)
     old = content(base)
     after, whole, writing = {}, {}, {}
     for name, change in changes().items():
@@ -218,6 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--encoder", default="compact")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
     import torch
@@ -225,7 +226,7 @@ def main() -> int:
     torch.set_num_threads(1)  # a process with threads of its own cannot be copied by fork
     with tempfile.TemporaryDirectory() as place:
         started = time.perf_counter()
-        result = run(given.kills, given.seed, Path(place))
+        result = run(given.kills, given.seed, given.encoder, Path(place))
     result["seconds"] = round(time.perf_counter() - started, 1)
     if given.json:
         print(json.dumps(result, indent=2))

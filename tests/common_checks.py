@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner, Task
 from tpl.methods import load_methods
 from tpl.stream import Stream, TaskClosed
@@ -40,7 +41,8 @@ __all__ = [
 def new_learner(case: Case, seed: int = 0) -> Learner:
     method, options = case
     known = load_methods()[method].config_class.__dataclass_fields__
-    return Learner(method, device="cpu", seed=seed, **({k: v for k, v in OPTIONS.items() if k in known} | options))
+    chosen = {"encoder": SMALL_VIT} | {k: v for k, v in OPTIONS.items() if k in known} | options
+    return Learner(method, device="cpu", seed=seed, **chosen)
 
 
 def tasks_for(learner: Learner, stream: Stream) -> Iterator[Task]:

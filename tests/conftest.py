@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
 import pytest
 import torch
 
+import small_encoder  # noqa: F401 (timm knows it from now on)
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
+
+
+# Modules of 15 seconds and more. A module is the work of one process: begun last, a long one would leave others idle.
+LONG = (
+    "test_common", "test_serve_learning", "test_export", "test_estimator", "test_serve_command", "test_model_commands",
+    "test_run", "test_suite", "test_crash", "test_ablate", "test_common_baselines", "test_cli", "test_walkthrough",
+    "test_scratch",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first; all others stay in their order."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: the many collections that a run asks for need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from small_encoder import SMALL_VIT
 from tpl import ArrayImages, Learner, Stream, Task, TplError
 from tpl.nets import EncoderError
 from tpl.nets.compact import WEIGHTS
 from tpl.stream import UnreadableImage
 
-OPTIONS: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 16, "memory": 10}
+OPTIONS: dict[str, Any] = {"encoder": SMALL_VIT, "epochs": 1, "latent": 8, "batch_size": 16, "memory": 10}
 
 
 def new_learner(**changes: Any) -> Learner:
@@ -115,7 +116,7 @@ def test_a_model_is_not_loaded_on_other_encoder_weights(saved: Path, tmp_path: P
     header = json.loads((copy / "model.json").read_text(encoding="utf-8"))
     header["encoder"]["fingerprint"] = "0" * 64
     (copy / "model.json").write_text(json.dumps(header), encoding="utf-8")
-    with pytest.raises(EncoderError, match=r"other weights of 'compact'.*--weights"):
+    with pytest.raises(EncoderError, match=rf"other weights of '{SMALL_VIT}'.*--weights"):
         Learner.load(copy, device="cpu")
 
 
@@ -123,7 +124,7 @@ def test_a_model_remembers_the_file_its_encoder_came_from(tmp_path: Path, small_
     file, moved = tmp_path / "mine.safetensors", tmp_path / "moved.safetensors"
     shutil.copy(str(WEIGHTS), file)
     few = Task("few", small_stream[0].classes, small_stream[0].train.select([0, 1, 24, 25]))
-    learner = new_learner(weights=file).learn(few)
+    learner = new_learner(encoder="compact", weights=file).learn(few)
     learner.save(tmp_path / "model")
     images = few.train
     expected = learner.log_probabilities(images)

@@ -18,6 +18,7 @@ from PIL import Image
 
 import tpl
 from handwriting import digits
+from small_encoder import SMALL_VIT
 from tpl import Answer, Learner, Stream, Task, TaskRecord, TplError
 from tpl.store import ModelStore
 
@@ -26,7 +27,7 @@ OPTIONS: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 16, "memory":
 
 def new_learner(method: str = "tpl", **changes: Any) -> Learner:
     options = {k: v for k, v in OPTIONS.items() if method == "tpl" or k != "memory"}
-    return Learner(method, device="cpu", **options | changes)
+    return Learner(method, SMALL_VIT, device="cpu", **options | changes)
 
 
 def write_folder(root: Path, classes: dict[str, int], per_class: int) -> Path:

@@ -12,18 +12,19 @@ from PIL import Image
 
 import tpl
 from handwriting import digits
+from small_encoder import SMALL_VIT
 from tpl import ArrayImages, Learner, Task, TplError
 from tpl.methods.tpl import TPL
 from tpl.state import State
 
-OPTIONS: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 16, "memory": 20, "lr": 0.05}
+OPTIONS: dict[str, Any] = {"epochs": 4, "latent": 8, "batch_size": 16, "memory": 20, "lr": 0.05}
 TASKS = (("zero", "one"), ("two", "three"), ("four",))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three tasks of two, two and one class; 4 exemplars a class, 5 images of each held out."""
-    learner = Learner("tpl", device="cpu", **OPTIONS)
+    learner = Learner("tpl", SMALL_VIT, device="cpu", **OPTIONS)
     for t, names in enumerate(TASKS):
         learner.learn(Task(f"task {t}", names, digits(range(2 * t, 2 * t + len(names)), 20)), held_out=0.25)
     learner.save(tmp_path_factory.mktemp("changes") / "model")
@@ -255,7 +256,7 @@ def test_all_but_one_class_can_go(learner: Learner) -> None:
 
 
 def test_rows_for_replayed_classes_go_too(tmp_path: Path) -> None:
-    learner = Learner("tpl", device="cpu", **OPTIONS | {"others": "per_class"})
+    learner = Learner("tpl", SMALL_VIT, device="cpu", **OPTIONS | {"others": "per_class"})
     for t, name in enumerate(("a", "b", "c")):
         learner.learn(digits([t], 4), [name] * 4)
     method = method_of(learner)
@@ -275,7 +276,7 @@ def test_a_removed_class_can_be_learned_again(learner: Learner) -> None:
 
 
 def test_other_methods_drop_the_row_of_the_head(tmp_path: Path) -> None:
-    learner = Learner("finetune", device="cpu", latent=4, epochs=1, batch_size=16)
+    learner = Learner("finetune", SMALL_VIT, device="cpu", latent=4, epochs=1, batch_size=16)
     learner.learn(digits([0, 1, 2], 4), [c for c in "abc" for _ in range(4)])
     before = learner.predict_proba(PROBE)[:, [0, 2]]
     learner.remove("b")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pictures import photos
+from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
 from tpl.bench import outputs
 from tpl.bench.ablate import VARIANTS, ablate, groups_of, smaller_memory
@@ -34,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Rows]:
     for part, count, seed in (("train", 12, 0), ("test", 6, 1)):
         photos(place / "pictures" / part, CLASSES, count, seed)
     options = {"epochs": 1, "latent": 8, "batch_size": 16, "memory": 48}
-    execute(RunSpec("folder", data=place / "pictures", device="cpu", options=options), place / "run")
+    execute(RunSpec("folder", encoder=SMALL_VIT, data=place / "pictures", device="cpu", options=options), place / "run")
     return place / "pictures", place / "run", ablate(place / "run", place / "pictures", None, "cpu")
 
 
@@ -107,7 +108,8 @@ def test_the_second_time_neither_images_nor_encoder_are_asked(
     def never(*_: object) -> None:
         raise AssertionError("the encoder was asked")
 
-    monkeypatch.setattr(Bank, "outputs", never)
+    for name in ("outputs", "answers"):
+        monkeypatch.setattr(Bank, name, never)
     away = data.rename(data.with_name("away"))
     try:
         assert ablate(run, None, None, "cpu") == rows
@@ -233,8 +235,8 @@ def test_what_tpl_plus_adds_can_be_taken_away_again(made: tuple[Path, Path, Rows
     """Without the expert it answers as tpl, without the bank as ranpac, and fewer passes are counted."""
     data, run, _ = made
     options = RunResult.read(run).description["options"]
-    execute(RunSpec("folder", "tpl-plus", data=data, device="cpu", options=options), tmp_path / "plus")
-    execute(RunSpec("folder", "ranpac", data=data, device="cpu"), tmp_path / "ranpac")
+    execute(RunSpec("folder", "tpl-plus", SMALL_VIT, data=data, device="cpu", options=options), tmp_path / "plus")
+    execute(RunSpec("folder", "ranpac", SMALL_VIT, data=data, device="cpu"), tmp_path / "ranpac")
     rows = {row["variant"]: row for row in ablate(tmp_path / "plus", data, None, "cpu", ["expert", "passes"])}
     assert rows["bank alone"]["last"] == pytest.approx(RunResult.read(run).summary["last"])
     assert rows["expert alone"]["last"] == pytest.approx(RunResult.read(tmp_path / "ranpac").summary["last"])

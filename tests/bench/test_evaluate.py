@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpl.bench.evaluate import accuracies
+from tpl.bench.evaluate import accuracies, class_accuracy, task_confusion
 
 TASK_OF_CLASS = torch.tensor([0, 0, 1, 1, 1])
 # Images of task 0. Classes 0 and 1 are its own, 2 to 4 are task 1's.
@@ -69,3 +69,24 @@ def test_more_than_one_task_and_unequal_sizes_against_counting() -> None:
         hits[1] += (1 if row[1] > row[2] else 2) == label
         hits[2] += mass.index(max(mass)) == 1
     assert accuracies(table, labels, 1, task_of_class) == pytest.approx([h / 200 for h in hits])
+
+
+def test_confusion_and_classes_agree_with_the_accuracies() -> None:
+    g = torch.Generator().manual_seed(2)
+    owner = torch.tensor([0, 0, 1, 1, 1])
+    table = torch.randn(120, 5, generator=g, dtype=torch.float64).log_softmax(dim=1)
+    labels = torch.randint(0, 4, (120,), generator=g).sort().values  # class 4 has no images
+    counts, known = task_confusion(table, labels, owner), class_accuracy(table, labels)
+    assert known[4] is None and [sum(row) for row in counts] == [int((owner[labels] == t).sum()) for t in (0, 1)]
+    for task in (0, 1):
+        mine = owner[labels] == task
+        cil, _, tp = accuracies(table[mine], labels[mine], task, owner)
+        assert tp == pytest.approx(counts[task][task] / sum(counts[task]))
+        images = labels.bincount()
+        hits = sum(known[c] * int(images[c]) for c in range(4) if owner[c] == task)  # type: ignore[operator]
+        assert cil == pytest.approx(hits / int(mine.sum()))
+
+
+def test_confusion_read_off_a_table() -> None:
+    assert task_confusion(TABLE.log(), LABELS, TASK_OF_CLASS) == [[3, 2], [0, 0]]  # by mass, as TP
+    assert class_accuracy(TABLE.log(), LABELS) == [pytest.approx(2 / 3), 0.0, None, None, None]

@@ -135,7 +135,7 @@ def test_options_of_rows_are_options_of_their_method() -> None:
     needed = ROWS["main/tpl/average"].required()
     assert config.parse(needed) == config()
     assert ROWS["beta/0.5-15.0/c10-5t"].required() | {"memory": 0} == needed | {
-        "beta1": 0.5, "beta2": 300.0, "memory": 0,
+        "beta1": 0.5, "beta2": 300.0, "memory": 0, "memory_kind": "images",
     }  # fmt: skip
 
 

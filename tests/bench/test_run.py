@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,18 @@ import numpy as np
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
 from tpl.bench import metrics
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import KINDS, RunResult
 from tpl.bench.run import RunError, RunSpec, execute
 from tpl.engine import Event
-from tpl.nets.compact import record
+from tpl.nets import create_encoder
 
 TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
 OPTIONS: dict[str, Any] = TRAINING | {"memory": 20}
-SPEC = RunSpec("digits-5t", tasks=2, device="cpu", options=OPTIONS)
+SPEC = RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, device="cpu", options=OPTIONS)
 
 
 class Whole:
@@ -47,13 +49,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    spec = RunSpec("digits-5t", "joint", tasks=2, device="cpu", options=TRAINING)
+    spec = RunSpec("digits-5t", "joint", SMALL_VIT, tasks=2, device="cpu", options=TRAINING)
     return execute(spec, tmp_path_factory.mktemp("joint") / "run")
 
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    spec = RunSpec("digits-5t", "finetune", tasks=1, validation=0.2, device="cpu", options=TRAINING)
+    spec = RunSpec("digits-5t", "finetune", SMALL_VIT, tasks=1, validation=0.2, device="cpu", options=TRAINING)
     return execute(spec, tmp_path_factory.mktemp("validated") / "run")
 
 
@@ -104,7 +106,7 @@ def test_the_description_says_what_was_run(whole: Whole) -> None:
     assert run["options"] == SPEC.all_options()
     assert run["options"] | OPTIONS == run["options"]
     assert run["classes"] == [["0", "1"], ["2", "3"]]
-    assert run["encoder"] == {"name": "compact", "sha256": record()["sha256"]}
+    assert run["encoder"] == {"name": SMALL_VIT, "sha256": create_encoder(SMALL_VIT).sha256}
     assert run["test_images"] == [len(task.test or ()) for task in SPEC.stream()]
     assert set(run["data"]) == {"train", "test"}
     assert all(len(bytes.fromhex(digest)) == 32 for digest in run["data"].values())
@@ -145,6 +147,12 @@ def test_the_directory_holds_stages_matrices_and_the_model(whole: Whole) -> None
 
 def test_the_numbers_follow_from_the_matrices(whole: Whole) -> None:
     summary, matrices, sizes = whole.result.summary, whole.result.matrices, whole.result.sizes
+    confusion, known = whole.result.task_confusion, whole.result.class_accuracy
+    assert confusion is not None and known is not None
+    assert np.diag(confusion) / sizes == pytest.approx(matrices["tp"][-1])
+    assert [len(row) for row in known] == [2, 4] and [sum(row) for row in confusion] == sizes
+    read_back = RunResult.read(whole.place)
+    assert (read_back.task_confusion, read_back.class_accuracy) == (confusion, known)
     assert summary["last"] == metrics.last(matrices["cil"], sizes)
     assert summary["aia"] == metrics.average_incremental(matrices["cil"], sizes)
     assert (summary["til"], summary["tp"]) == tuple(metrics.last(matrices[k], sizes) for k in ("til", "tp"))
@@ -188,10 +196,10 @@ def test_a_run_is_not_resumed_with_other_settings(
     refuse_training(monkeypatch)
     place = whole.place if state == "finished" else interrupted
     before = (place / "run.json").read_bytes()
-    other = RunSpec("digits-5t", tasks=2, seed=1, device="cpu", options=OPTIONS | {"lr": 0.01})
+    other = replace(SPEC, seed=1, options=OPTIONS | {"lr": 0.01})
     with pytest.raises(RunError, match=r"\(options, seed\)"):
         execute(other, place, resume=True)
-    longer = RunSpec("digits-5t", tasks=3, device="cpu", options=OPTIONS)
+    longer = replace(SPEC, tasks=3)
     with pytest.raises(RunError, match=r"\(classes, test_images, data\)"):
         execute(longer, place, resume=True)
     assert (place / "run.json").read_bytes() == before
@@ -239,9 +247,10 @@ def test_interrupted_right_after_the_commit_then_resumed_is_the_same_run(
 def test_killed_then_resumed_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     place = tmp_path / "run"
     options = [text for name, value in OPTIONS.items() for text in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "tpl", "run", "digits-5t", "--tasks", "2", "--device", "cpu", *options]
-    command += ["--out", str(place), "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-m", "small_encoder", "run", "digits-5t", "--encoder", SMALL_VIT, *options]
+    command += ["--tasks", "2", "--device", "cpu", "--out", str(place), "--json"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 300
         while not ((place / "stages" / "000.json").exists() and (place / "model" / "model.json").exists()):

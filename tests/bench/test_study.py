@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from small_encoder import SMALL_VIT
 from tpl.bench import study as module
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec
@@ -17,7 +18,7 @@ from tpl.report.correlation import draw_correlation
 from tpl.scores import DETECTORS
 
 OPTIONS = {"latent": 16, "epochs": 1, "batch_size": 32, "memory": 40}
-SPEC = RunSpec("digits-5t", "hat", tasks=2, device="cpu", options=OPTIONS)
+SPEC = RunSpec("digits-5t", "hat", SMALL_VIT, tasks=2, device="cpu", options=OPTIONS)
 
 
 @pytest.fixture(scope="module")

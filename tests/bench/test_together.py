@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl.bench.run import RunSpec, execute, execute_together
 from tpl.engine import Event
 from tpl.errors import TplError
 from tpl.learner import Learner
 
 OPTIONS = {"latent": 8, "epochs": 1, "memory": 20}
+SPEC = RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, validation=0.5, options=OPTIONS, device="cpu")
 
 
 def specs(**changes: object) -> list[RunSpec]:
     orders = ("natural", "random:1")
-    return [
-        RunSpec("digits-5t", order=o, tasks=2, validation=0.5, options=OPTIONS, device="cpu", **changes) for o in orders
-    ]  # type: ignore[arg-type]
+    return [replace(SPEC, order=o, **changes) for o in orders]  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,13 @@ def test_finished_runs_are_read_and_unequal_ones_take_turns(
     side_by_side: tuple[Path, list[Event]], tmp_path: Path
 ) -> None:
     folder, _ = side_by_side
-    longer = RunSpec("digits-5t", tasks=2, per_task=(2, 3), validation=0.5, options=OPTIONS, device="cpu")
+    longer = replace(SPEC, per_task=(2, 3))
     done, fresh = execute_together([specs()[0], longer], [folder / "0", tmp_path / "longer"], resume=True)
     assert done.summary["together"] == 2 and fresh.summary["together"] == 1
 
 
 def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> None:
-    bad = [specs()[0], RunSpec("digits-5t", tasks=2, validation=0.5, options=OPTIONS | {"lr": 1e30}, device="cpu")]
+    bad = [specs()[0], replace(SPEC, options=OPTIONS | {"lr": 1e30})]
     places = [tmp_path / "good", tmp_path / "bad"]
     with pytest.raises(TplError, match="learning rate"):
         execute_together(bad, places)

@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from small_encoder import SMALL_VIT
 from tpl import TplError, cli
 from tpl.bench.run import RunSpec, execute
 from tpl.methods.bank import Bank
@@ -37,7 +38,7 @@ def refusal(*arguments: str | Path) -> str:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("figure") / "run"
     options = {"epochs": 1, "latent": 8, "memory": 40}
-    execute(RunSpec("digits-5t", tasks=2, device="cpu", options=options), place)
+    execute(RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, device="cpu", options=options), place)
     return place
 
 

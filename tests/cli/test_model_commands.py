@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from pictures import photos
+from small_encoder import SMALL_VIT
 from tpl import Learner, TplError, cli
 from tpl.cli.model_plan import Budget
 from tpl.cli.model_words import listed, printable, round_up, size
@@ -32,7 +34,7 @@ from tpl.memory import encode
 from tpl.schedule import LARGE, SMALL
 from tpl.stream import find_images
 
-FAST = ["--epochs", "6", "--device", "cpu"]
+FAST = ["--encoder", SMALL_VIT, "--epochs", "6", "--device", "cpu"]
 PETS, BIRDS = ["cat", "cow", "dog", "fox"], ["hen", "owl"]
 
 
@@ -242,7 +244,7 @@ def test_few_images_are_seen_more_often() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--encoder", "vit_tiny_patch16_224"], "made with --encoder compact"),
+        (["--encoder", "vit_tiny_patch16_224"], f"made with --encoder {SMALL_VIT}"),
         (["--seed", "3"], "made with --seed 0"),
         (["--memory", "10"], "made with --memory 2000"),
         (["--memory", "1MB"], "keeps 2000 images"),
@@ -271,7 +273,7 @@ def test_what_a_killed_first_commit_left_is_no_obstacle(place: Path, tmp_path: P
     """A program killed before its first model.json: the same command must work again."""
     (tmp_path / "model" / "tasks" / "000").mkdir(parents=True)
     (tmp_path / "model" / "tasks" / "000" / "shared.safetensors").write_bytes(b"half")
-    report = ask("learn", tmp_path / "model", place / "birds", "--epochs", "1", "--device", "cpu")
+    report = ask("learn", tmp_path / "model", place / "birds", *FAST, "--epochs", "1")
     assert report["task"] == "birds" and ask("show", tmp_path / "model")["classes"] == BIRDS
 
 
@@ -401,10 +403,10 @@ def test_show_tells_what_a_model_knows(model: Path, learned: dict[str, Any]) -> 
     assert task["classes"] == shown["classes"] == PETS
     assert (task["images"], task["held_out"], task["accuracy"]) == (36, 4, learned["accuracy"])
     assert task["source"].endswith("pets") and task["learned"].startswith("20")
-    assert shown["encoder"]["name"] == "compact" and len(shown["encoder"]["sha256"]) == 64
+    assert shown["encoder"]["name"] == SMALL_VIT and len(shown["encoder"]["sha256"]) == 64
     assert shown["bytes"] == learned["bytes"] and shown["capacity"] == pytest.approx(learned["capacity"])
     text = call("show", model).stdout
-    assert all(word in text for word in ("pets", "cat, cow", "36", "compact", "2000", "units are free"))
+    assert all(word in text for word in ("pets", "cat, cow", "36", SMALL_VIT, "2000", "units are free"))
 
 
 def test_evaluate_agrees_with_the_answers(model: Path, place: Path) -> None:
@@ -436,7 +438,7 @@ def test_evaluate_names_the_lines_it_left_out(model: Path, place: Path, tmp_path
 def test_rejection_rates_need_enough_held_out_images(place: Path, tmp_path: Path) -> None:
     many = photos(tmp_path / "many", ["cat", "cow"], count=40)
     model = tmp_path / "model"
-    learned = ask("learn", model, many, "--held-out", "0.5", "--epochs", "4", "--device", "cpu")
+    learned = ask("learn", model, many, "--held-out", "0.5", *FAST)
     assert learned["held_out"] == 40
     unknown = ask("evaluate", model, place / "test", "--device", "cpu")["unknown"]
     answers = lines(model, place / "test", "--reject", "0.05")
@@ -484,15 +486,19 @@ def test_a_class_that_is_not_there(own: Path) -> None:
 # As a program
 
 
-def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tpl", *map(str, arguments)]
+def start(module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     # A shell that runs the tests in the background has its children ignore Ctrl-C: not this one.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed, **options)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=heed, env=environment)
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(model: Path, place: Path) -> None:
-    with start("predict", model, place / "test", place / "pets", "--batch", "1", "--device", "cpu") as program:
+    with start(
+        "small_encoder", "predict", model, place / "test", place / "pets", "--batch", "1", "--device", "cpu"
+    ) as program:
         assert program.stdout is not None and program.stderr is not None
         assert program.stdout.readline().startswith(str(place).encode())
         program.stdout.close()
@@ -502,7 +508,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(model: Path, place: Path)
 
 def test_ctrl_c_ends_with_130_and_leaves_nothing(place: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    with start("learn", model, place / "birds", "--epochs", "100000", "--device", "cpu") as program:
+    with start("tpl", "learn", model, place / "birds", "--epochs", "100000", "--device", "cpu") as program:
         deadline = time.monotonic() + 120
         while not (model / ".lock.json").exists() and time.monotonic() < deadline:
             time.sleep(0.1)

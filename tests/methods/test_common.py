@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from common_checks import *  # noqa: F403 (the tests)
 from common_checks import FAMILY, Case
-from tpl.methods.bank.techniques import TECHNIQUES
+from tpl.methods.bank.techniques import TECHNIQUES, cmg
 
 CASES: dict[str, Case] = {name: (name, {}) for name in FAMILY}
+CASES["tpl"] = ("tpl", {"encoder": "compact"})  # what everybody starts with
 CASES |= {f"hat, {name}": ("hat", {"technique": name}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
 # From scratch, more and smaller steps are worth more than passes.
 CASES |= {
     f"resnet18, {name}": (name, {"encoder": "resnet18:8", "batch_size": 4, "epochs": 2}) for name in ("tpl", "hat")
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    """CMG's generator, as short as it can be and still be trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cmg, "GENERATOR_STEPS", 10)
+        yield
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)

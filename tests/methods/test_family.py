@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Event, Samples, choose_compute, silent
 from tpl.errors import TplError
@@ -72,7 +73,7 @@ def new(name: str, seed: int = 0, **options: object) -> BankMethod:
 @cache
 def encoder() -> Encoder:
     """One for all: nothing of it is ever trained."""
-    return create_encoder("compact")
+    return create_encoder(SMALL_VIT)
 
 
 def spied(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[Any, ...]]:
@@ -380,7 +381,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def learner(stream: Stream) -> Learner:
-    learner = Learner("hat", device="cpu", also="all", **OPTIONS)  # type: ignore[arg-type]
+    learner = Learner("hat", SMALL_VIT, device="cpu", also="all", **OPTIONS)  # type: ignore[arg-type]
     for task in stream:
         learner.learn(task)
     return learner
@@ -543,7 +544,7 @@ def test_a_training_option_cannot_be_rescored(hat: HAT) -> None:
 
 def test_a_model_stays_ready_for_what_it_was_ready_for(small_stream: Stream, tmp_path: Path) -> None:
     options = {"latent": 16, "epochs": 1, "batch_size": 32, "memory": 24}
-    learner = Learner("hat", device="cpu", score="mls", also="msp", choice="calibrated", **options)
+    learner = Learner("hat", SMALL_VIT, device="cpu", score="mls", also="msp", choice="calibrated", **options)
     learner.learn(small_stream[0])
     assert isinstance(learner.method, HAT)
     learner.method.rescore(score="msp", choice="hard")
@@ -558,4 +559,4 @@ def test_a_model_stays_ready_for_what_it_was_ready_for(small_stream: Stream, tmp
 
 def test_a_supermask_is_a_share() -> None:
     with pytest.raises(TplError, match="at most 1; got 1.5"):
-        Learner("supsup", device="cpu", supermask=1.5)
+        Learner("supsup", SMALL_VIT, device="cpu", supermask=1.5)

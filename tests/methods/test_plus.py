@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.base import task_of_class
@@ -17,7 +20,7 @@ OPTIONS = {"sees": "encoder", "weight": 1.0, "latent": 16, "epochs": 2, "batch_s
 
 @pytest.fixture(scope="module")
 def method(small_stream: Stream) -> TPLPlus:
-    learner = Learner("tpl-plus", device="cpu", **OPTIONS)
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **OPTIONS)
     for task in small_stream:
         learner.learn(task)
     assert isinstance(learner.method, TPLPlus)
@@ -65,7 +68,7 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
     )  # never a class that nobody was asked for
     if passes == "auto":
         share = torch.stack([says.exp()[:, owner == t].sum(dim=1) for t in range(3)], dim=1)
-        assert bool(((share * asked).sum(dim=1) >= 0.95 - 1e-12).all())
+        assert bool(((share * asked).sum(dim=1) >= 0.9 - 1e-12).all())
         assert asked.double().sum(dim=1).mean() < 3
     else:
         assert asked.sum(dim=1).unique().tolist() == [int(passes)]
@@ -76,13 +79,13 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
 
 def test_impossible_choices_are_explained() -> None:
     with pytest.raises(TplError, match="passes must be all, auto or a number"):
-        Learner("tpl-plus", device="cpu", passes="some")
+        Learner("tpl-plus", SMALL_VIT, device="cpu", passes="some")
     with pytest.raises(TplError, match="needs passes=all"):
-        Learner("tpl-plus", device="cpu", passes="auto", calibration="probability")
+        Learner("tpl-plus", SMALL_VIT, device="cpu", passes="auto", calibration="probability")
 
 
-def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None:
-    learner = Learner("tpl-plus", device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
+def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_path: Path) -> None:
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
     for task in small_stream[:2]:
         learner.learn(task)
     method = learner.method
@@ -100,7 +103,12 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream) -> None
     assert bool(asked[:, 0].all())  # the expert has seen through it
     method.rescore(passes="1")
     assert 1 <= method.passes(common) <= 2
+    method.rescore(passes="all")
     learner.remove("class 0")
-    with pytest.raises(TplError, match="that task's last class cannot go"):
-        learner.remove("class 1")
-    assert learner.classes_ == ["class 1", "class 2", "class 3"]
+    learner.remove("class 1")  # the first task is gone; what its model sees, the expert still sees
+    assert learner.classes_ == ["class 2", "class 3"]
+    torch.testing.assert_close(method.common_features(pixels), common, rtol=1e-4, atol=1e-5)
+    learner.save(tmp_path / "model")
+    again = Learner.load(tmp_path / "model", device="cpu").method
+    torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
+    assert method.passes(common) == 1

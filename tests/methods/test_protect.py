@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Event
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
@@ -136,7 +137,7 @@ def test_supermasks_hold_nothing_and_cost_nothing() -> None:
 
 
 def supsup_learner(**options: object) -> tuple[Learner, TPL]:
-    learner = Learner("tpl", device="cpu", **(OPTIONS | options))  # type: ignore[arg-type]
+    learner = Learner("tpl", SMALL_VIT, device="cpu", **(OPTIONS | options))  # type: ignore[arg-type]
     assert isinstance(learner.method, TPL)
     return learner, learner.method
 

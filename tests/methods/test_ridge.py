@@ -57,7 +57,7 @@ def test_leaving_one_out_is_leaving_it_out() -> None:
     z, y = problem(samples=60)
     whole = ridge()
     whole.learn_whole(z, y, z, y)
-    assert whole.settled and whole.strength in STRENGTHS
+    assert whole.chosen_at == 60 and whole.strength in STRENGTHS
     penalty = whole.strength * float(whole.gram.diagonal().mean())
     hidden, target = whole.hidden(z), torch.nn.functional.one_hot(y).double()
     errors = {}
@@ -73,13 +73,16 @@ def test_leaving_one_out_is_leaving_it_out() -> None:
     torch.testing.assert_close(whole.weights, solution, rtol=1e-6, atol=1e-8)
 
 
-def test_the_strength_moves_by_one_step_a_task_once_it_was_chosen() -> None:
+def test_the_strength_moves_by_one_step_when_samples_have_doubled() -> None:
     z, y = problem()
     learned = ridge()
     learned.learn_whole(z[:60], y[:60], z[:60], y[:60])
-    before = STRENGTHS.index(learned.strength)
-    learned.learn(z[60:], y[60:], torch.Generator().manual_seed(0))
-    assert abs(STRENGTHS.index(learned.strength) - before) <= 1
+    learned.strength = STRENGTHS[-1]  # far from the best
+    learned.learn_whole(z[60:100], y[60:100], z[:100], y[:100])
+    assert learned.strength == STRENGTHS[-1] and learned.chosen_at == 60
+    learned.learn_whole(z[100:], y[100:], z, y)
+    assert learned.strength == STRENGTHS[-2] and learned.chosen_at == 240
+    torch.testing.assert_close(RandomRidge.from_state(learned.state())._candidates(), (STRENGTHS[-2],))
 
 
 def test_state_and_forgetting() -> None:

@@ -20,6 +20,11 @@ class DemoResult:
     """The three runs of the demo."""
 
     runs: dict[str, RunResult]
+    places: list[Path]
+
+    def placed(self) -> list[tuple[Path, RunResult]]:
+        """The runs and where they lie."""
+        return list(zip(self.places, self.runs.values(), strict=True))
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """The numbers of the closing table, per method."""
@@ -33,11 +38,12 @@ class DemoResult:
 
 def run_demo(out: Path, device: str, seed: int, resume: bool, listen: Listener) -> DemoResult:
     """Run all three, one after the other; `resume` keeps what an interrupted demo has finished."""
-    runs = {}
+    runs, places = {}, []
     for method in METHODS:
         spec = RunSpec(BENCHMARK, method, device=device, seed=seed)
         place = out / f"demo-{spec.directory_name()}"  # a name of its own: no other run is ever swept away
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
         runs[method] = execute(spec, place, resume, listen)
-    return DemoResult(runs)
+        places.append(place)
+    return DemoResult(runs, places)

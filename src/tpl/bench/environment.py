@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tpl._version import __version__
+from tpl.engine import current
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.system(),
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
+        "processes": current().size,
         **{package: _version(package) for package in ("torch", "torchvision", "timm", "numpy", "scikit-learn")},
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpl.bench import metrics
 from tpl.methods import Method
-from tpl.methods.bank import BankMethod, Outputs
+from tpl.methods.bank import BankMethod, Outputs, Question
 from tpl.methods.base import task_of_class
 from tpl.stream import ImageSet, Stream
 
@@ -29,6 +29,8 @@ class StageResult:
     detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
     passes: float | None  # task models asked about a test image, on average, where the method has any
     drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
+    task_confusion: list[list[int]]  # how many test images of each task (rows) were taken for each (columns)
+    class_accuracy: list[float | None]  # class known among all so far, for each class; None without test images
 
 
 class Evaluator:
@@ -59,7 +61,10 @@ class Evaluator:
         if scores is not None and upto > 0:
             detection = metrics.detection(scores, np.repeat(np.arange(len(sizes)), sizes))
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
-        return StageResult(cil, til, tp, detection, self._passes(), self._drift())
+        labels = torch.cat([self._labels(i) for i in range(len(sizes))])
+        confusion = task_confusion(answers, labels, self.task_of_class[: answers.shape[1]])
+        known = class_accuracy(answers, labels)
+        return StageResult(cil, til, tp, detection, self._passes(), self._drift(), confusion, known)
 
     def _prepare(self, images: ImageSet) -> Tensor:
         """The images as the encoder takes them, on the GPU as long as they leave most of its memory free."""
@@ -75,11 +80,12 @@ class Evaluator:
         if not method.outputs_are_final and len(self.known) < len(method.bank.tasks):
             self.known = []  # a new task has moved the old ones' outputs
         old_models = len(self.known)
+        fresh = [method.answers(pixels, [Question(m) for m in range(old_models)]) for pixels in self.pixels[seen:]]
         for model, before in enumerate(self.known):
-            fresh = [method.outputs_of(model, pixels) for pixels in self.pixels[seen:]]
-            self.known[model] = _joined([before, *fresh])
-        for model in range(old_models, len(method.bank.tasks)):
-            self.known.append(_joined([method.outputs_of(model, pixels) for pixels in self.pixels]))
+            self.known[model] = _joined([before, *(told[model] for told in fresh)])
+        new = [Question(model) for model in range(old_models, len(method.bank.tasks))]
+        told = [method.answers(pixels, new) for pixels in self.pixels]
+        self.known += [_joined(list(each)) for each in zip(*told, strict=True)]
         self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
         common = self._common()
         scores = method.task_scores(self.known, common)
@@ -127,7 +133,28 @@ def accuracies(
     cil = log_probabilities.argmax(dim=1) == labels
     inside = log_probabilities.masked_fill(task_of_class != task, -torch.inf)
     til = inside.argmax(dim=1) == labels
+    tp = predicted_tasks(log_probabilities, task_of_class) == task
+    return tuple(float(hit.double().mean()) for hit in (cil, til, tp))  # type: ignore[return-value]
+
+
+def predicted_tasks(log_probabilities: Tensor, task_of_class: Tensor) -> Tensor:
+    """The task with the largest P(task | x) of every image."""
     groups: Sequence[int] = range(int(task_of_class.max()) + 1)
     by_task = torch.stack([log_probabilities[:, task_of_class == g].logsumexp(dim=1) for g in groups], dim=1)
-    tp = by_task.argmax(dim=1) == task
-    return tuple(float(hit.double().mean()) for hit in (cil, til, tp))  # type: ignore[return-value]
+    return by_task.argmax(dim=1)
+
+
+def task_confusion(log_probabilities: Tensor, labels: Tensor, task_of_class: Tensor) -> list[list[int]]:
+    """How many images of each task (rows) were taken for each task (columns), as the task prediction of TP sees it."""
+    tasks = int(task_of_class.max()) + 1
+    pairs = task_of_class[labels] * tasks + predicted_tasks(log_probabilities, task_of_class)
+    rows: list[list[int]] = pairs.bincount(minlength=tasks**2).view(tasks, tasks).tolist()
+    return rows
+
+
+def class_accuracy(log_probabilities: Tensor, labels: Tensor) -> list[float | None]:
+    """The share of each class's images that were given this class among all; None for a class without images."""
+    classes = log_probabilities.shape[1]
+    images = labels.bincount(minlength=classes)
+    right = labels[log_probabilities.argmax(dim=1) == labels].bincount(minlength=classes)
+    return [r / n if n else None for r, n in zip(right.tolist(), images.tolist(), strict=True)]

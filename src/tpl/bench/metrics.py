@@ -6,7 +6,8 @@ test images after task t was learned, NaN where i > t. All values are fractions;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,17 @@ def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
         "auroc_pooled": float(np.mean(pooled)),
         "fpr95": float(np.mean(fpr)),
     }
+
+
+def line_through(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, float] | None:
+    """Accuracy as a linear function of AUROC: Pearson's r, slope and intercept; None for fewer than three points."""
+    if len(rows) < 3:
+        return None
+    x, y = (np.array([row[key] for row in rows], dtype=np.float64) for key in ("auroc", column))
+    if x.std() == 0 or y.std() == 0:
+        return None
+    slope, intercept = np.polyfit(x, y, 1)
+    return {"r": float(np.corrcoef(x, y)[0, 1]), "slope": float(slope), "intercept": float(intercept)}
 
 
 def _share_above(ordered: Vector, outside: Vector) -> Vector:

@@ -16,6 +16,7 @@ from tpl.errors import TplError
 from tpl.store import replace_text
 
 KINDS = ("cil", "til", "tp")
+DETAILS = ("task_confusion", "class_accuracy")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class RunResult:
     description: dict[str, Any]  # run.json
     summary: dict[str, Any]
     matrices: dict[str, Matrix]
+    # Runs made before these were recorded have neither.
+    task_confusion: list[list[int]] | None = None  # test images of each task taken for each task, at the end
+    class_accuracy: list[list[float | None]] | None = None  # of every class so far, a row a stage
 
     @property
     def sizes(self) -> list[int]:
@@ -51,7 +55,9 @@ class RunResult:
                 for t, row in enumerate(matrix):
                     writer.writerow([t, *("" if np.isnan(v) else f"{v:.6f}" for v in row)])
         matrices = {k: [row[: t + 1].tolist() for t, row in enumerate(m)] for k, m in self.matrices.items()}
-        replace_text(out / "results.json", json.dumps({"summary": self.summary, "matrices": matrices}, indent=2) + "\n")
+        content: dict[str, Any] = {"summary": self.summary, "matrices": matrices}
+        content |= {key: value for key in DETAILS if (value := getattr(self, key)) is not None}
+        replace_text(out / "results.json", json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> RunResult:
@@ -59,16 +65,24 @@ class RunResult:
         try:
             description = json.loads((out / "run.json").read_text(encoding="utf-8"))
             content = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            matrices = {kind: _square(rows) for kind, rows in content["matrices"].items()}
+            return cls(description, content["summary"], matrices, **{key: content.get(key) for key in DETAILS})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TplError(f"{out} holds no finished run ({error}).") from error
-        matrices = {kind: _square(rows) for kind, rows in content["matrices"].items()}
-        return cls(description, content["summary"], matrices)
 
 
-def summarise(out: Path) -> RunResult:
-    """Put the stages of a run together."""
+def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
+    """The numbers of a run's summary as they stand after a stage, those that there are."""
+    summary = summarise(out, stage + 1).summary
+    keys = ("last", "aia", "til", "tp", "forgetting_classic", "memory_images", "parameters", "seconds_per_task")
+    found = {key: summary[key] for key in keys} | (summary["detection"] or {})
+    return {key: float(value) for key, value in found.items() if value is not None and np.isfinite(value)}
+
+
+def summarise(out: Path, upto: int | None = None) -> RunResult:
+    """Put the stages of a run together, or the first few."""
     description = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    files = sorted((out / "stages").glob("*.json"))
+    files = sorted((out / "stages").glob("*.json"))[:upto]
     stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     matrices = {kind: _square([stage[kind] for stage in stages]) for kind in KINDS}
     sizes = description["test_images"]
@@ -97,7 +111,9 @@ def summarise(out: Path) -> RunResult:
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
     }
-    return RunResult(description, summary, matrices)
+    classes = [stage.get("class_accuracy") for stage in stages]
+    known = None if None in classes else classes  # the first stages may be older than this record
+    return RunResult(description, summary, matrices, final.get("task_confusion"), known)
 
 
 def _largest(values: list[float | None]) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tpl.bench import metrics
+from tpl.bench.metrics import line_through
 from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_of
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
@@ -117,14 +118,3 @@ def _printed(name: str, benchmark: str) -> dict[str, float] | None:
     wanted = f"ood/{PRINTED_AS.get(name, name)}/{benchmark}"
     row = next((row for row in load_rows() if row.name == wanted), None)
     return None if row is None else {key: row.target(key) for key in row.values if key in MEASURED}
-
-
-def line_through(rows: Sequence[dict[str, Any]], column: str) -> dict[str, float] | None:
-    """Accuracy as a linear function of AUROC: Pearson's r, slope and intercept; None for fewer than three points."""
-    if len(rows) < 3:
-        return None
-    x, y = (np.array([row[key] for row in rows]) for key in ("auroc", column))
-    if x.std() == 0 or y.std() == 0:
-        return None
-    slope, intercept = np.polyfit(x, y, 1)
-    return {"r": float(np.corrcoef(x, y)[0, 1]), "slope": float(slope), "intercept": float(intercept)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ Watcher = Callable[[RunState, JobEvent], None]
 class SuiteRun:
     """One call of a suite in its directory."""
 
-    def __init__(self, suite: Suite, out: Path) -> None:
-        self.suite, self.out = suite, out
+    def __init__(self, suite: Suite, out: Path, track: Sequence[str] = ()) -> None:
+        self.suite, self.out, self.track = suite, out, track
         self.specs = suite.specs()
         self.states = [RunState(s.method, s.benchmark, s.order, s.seed, out / s.directory_name()) for s in self.specs]
         self.finished = Finished()
@@ -69,7 +69,7 @@ class SuiteRun:
         """Make all runs that are not finished. Ctrl-C ends the workers; `interrupted` then says so."""
         todo = {s.directory.name: s for s in self.states if not s.reused}
         jobs = [
-            Job.of(spec, state.directory)
+            Job.of(spec, state.directory, self.track)
             for spec, state in zip(self.specs, self.states, strict=True)
             if not state.reused
         ]

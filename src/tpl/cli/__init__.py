@@ -17,6 +17,7 @@ for _name in (
     "serve",
     "export",
     "bench",
+    "report",
     "suite",
     "study",
     "figure",

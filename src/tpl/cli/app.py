@@ -7,6 +7,7 @@ every mistake in an argument answer at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,10 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="With ray: the cluster; auto finds it; without, this machine alone."),
+]
 Compile = Annotated[str, typer.Option(help="auto, on or off: compile the network on a GPU; pays for long runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
@@ -47,6 +52,10 @@ Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the trunk only
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 PerTask = Annotated[str | None, typer.Option(help="Classes a task, e.g. 5, or 10,2,3 for unequal ones.")]
 Tasks = Annotated[int | None, typer.Option(help="Stop after this many tasks.")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME[:WHERE]", help="Also tell tensorboard, mlflow or wandb; may be given several times."),
+]
 Validation = Annotated[
     float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
 ]
@@ -66,10 +75,14 @@ Set = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         out.print(__version__, highlight=False)
         raise typer.Exit
+    if context.invoked_subcommand != "run" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        raise TplError("torchrun has started several processes; of all commands, only `tpl run` can use them.")
 
 
 def overrides(
@@ -110,6 +123,16 @@ def names(text: str, what: str, example: str) -> list[str]:
     found = separate(text)
     if not found or len(set(found)) < len(found):
         raise TplError(f"{what} are joined by commas, each named once, such as {example}.")
+    return found
+
+
+def trackers(texts: list[str] | None) -> list[str]:
+    """`tensorboard:DIR` and the like, each once; a place on disk holds whatever the current folder of a worker is."""
+    found = []
+    for text in dict.fromkeys(texts or []):
+        name, _, where = text.partition(":")
+        local = where and name != "wandb" and "://" not in where
+        found.append(f"{name}:{Path(where).expanduser().absolute()}" if local else text)
     return found
 
 

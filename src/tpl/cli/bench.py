@@ -1,4 +1,4 @@
-"""Commands that run and compare: demo, run, ablate, report."""
+"""Commands that run and compare: demo, run, ablate."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tpl.cli.app import (
     Seed,
     Set,
     Tasks,
+    Track,
     Validation,
     Weights,
     app,
@@ -37,6 +38,7 @@ from tpl.cli.app import (
     overrides,
     print_json,
     separate,
+    trackers,
 )
 
 
@@ -56,7 +58,7 @@ def demo(
     """
     from tpl.bench.demo import run_demo
     from tpl.console import RunProgress
-    from tpl.report import rich_table, summary_rows, write_page
+    from tpl.report import Findings, FoundRun, rich_table, summary_rows, write_page
 
     try:
         with RunProgress(err, quiet=as_json) as progress:
@@ -65,7 +67,7 @@ def demo(
         err.print("Interrupted. Finished tasks are safe; go on with: tpl demo --resume")
         raise typer.Exit(130) from None
     page = directory / "report.html"
-    write_page(result.runs, page, "TPL on the bundled digits", joint="joint")
+    write_page(Findings([FoundRun(*pair) for pair in result.placed()]), page, "TPL on the bundled digits")
     if as_json:
         print_json({"methods": result.rows(), "report": str(page)})
         return
@@ -114,6 +116,7 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = False,
     against: Annotated[Path | None, typer.Option(help="A joint run: adds the rectified forgetting rate.")] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one method on one benchmark and print its accuracy.
@@ -133,10 +136,15 @@ def run(
     `tpl run c100-10t --encoder resnet18:128 --data cifar100/ --method tpl,more,row`
 
     `tpl run digits-5t --set compose=and --set k=10 --validation 0.2`
+
+    `tpl run digits-5t --track tensorboard --track mlflow:mlruns`
+
+    `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run over four GPUs, which share every batch)
     """
     from tpl.bench.results import RunResult
     from tpl.bench.run import RunSpec, execute_together
     from tpl.console import RunProgress
+    from tpl.engine import joined
     from tpl.report import rich_table, summary_rows
 
     pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
@@ -163,13 +171,17 @@ def run(
     folder = directory or Path("runs")
     places = [directory] if directory and len(specs) == 1 else [folder / spec.directory_name() for spec in specs]
     joint = RunResult.read(against) if against else None
-    try:
-        with RunProgress(err, quiet=as_json) as progress:
-            results = execute_together(specs, places, resume, progress)
-    except KeyboardInterrupt:
-        where = escape(", ".join(map(str, places)))
-        err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")
-        raise typer.Exit(130) from None
+    with joined(device) as processes:
+        try:
+            with RunProgress(err, quiet=as_json or not processes.leads) as progress:
+                results = execute_together(specs, places, resume, progress, trackers(track))
+        except KeyboardInterrupt:
+            where = escape(", ".join(map(str, places)))
+            if processes.leads:
+                err.print(f"Interrupted. Finished tasks are safe in {where}; go on with the same command and --resume.")
+            raise typer.Exit(130) from None
+    if not processes.leads:
+        return
     if as_json:
         found = [
             {"directory": str(place), "method": name, "order": each}
@@ -228,31 +240,3 @@ def ablate(
         numbers = (f"{100 * row[k]:.2f}" if row[k] is not None else "-" for k in ("last", "tp", "auroc"))
         table.add_row(row["variant"], *numbers, f"{row['passes']:.2f}")
     out.print(table)
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Finished run directories.")],
-    file: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The page's heading.")] = "Class-incremental learning",
-    as_json: AsJson = False,
-) -> None:
-    """Put finished runs on one self-contained HTML page, and print their table. Takes a few seconds.
-
-    Example: `tpl report runs/digits-5t-*`
-    """
-    from tpl.bench.results import RunResult
-    from tpl.report import rich_table, summary_rows, write_page
-
-    found: dict[str, RunResult] = {}
-    for path in runs:
-        result = RunResult.read(path)
-        name = result.description["method"]
-        found[name if name not in found else f"{name} ({path.name})"] = result
-    joint = "joint" if "joint" in found else None
-    write_page(found, file, title, joint=joint)
-    if as_json:
-        print_json({"runs": summary_rows(found, joint), "report": str(file)})
-        return
-    out.print(rich_table(summary_rows(found, joint), width=out.width))
-    out.print(f"The page: [bold]{escape(str(file))}[/]", soft_wrap=True)

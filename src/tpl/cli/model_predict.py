@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from tpl.cli.app import Device, Model, Weights, app, err
-from tpl.cli.model_words import percent, printable, round_up, warn
+from tpl.cli.app import Address, Device, Model, Weights, app, err, out, print_json
+from tpl.cli.model_words import printable, round_up, warn
+from tpl.cli.predict_forms import CsvForm, Form, JsonForm, TextForm
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
-    from tpl.answers import Answer
+    from tpl.bulk import Answered
+    from tpl.cli.predict_file import AnswerFile
     from tpl.learner import Learner
-    from tpl.stream import Batch
+    from tpl.stream import Found
 
-UNKNOWN = "unknown"
+ENGINES = ("local", "ray")
 
 
 @app.command()
@@ -43,12 +45,20 @@ def predict(
     batch: Annotated[int, typer.Option(min=1, help="Images seen at a time; memory grows with it.")] = 256,
     weights: Weights = None,
     device: Device = "auto",
+    engine: Annotated[str, typer.Option(help="Who answers: local, this process; ray, a cluster.")] = "local",
+    address: Address = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.jsonl", help="Write JSON lines there; the same command again goes on."),
+    ] = None,
 ) -> None:
     """Say what images show: class, probability, task, and how unknown they look.
 
     Every task looks at every image: with the compact encoder, a few hundred images a second and task on two cores,
     after some seconds to start. Folders are searched with all folders inside; any number of images takes the same
     memory. An image that cannot be read is a line of the output, not its end. Exit code 1 means that none could be.
+    With --out, what the file holds already is not asked again; --engine ray divides the work among machines, and takes
+    some 20 seconds more to start.
 
     Examples:
 
@@ -57,41 +67,94 @@ def predict(
     `tpl predict model photos/ --json > answers.jsonl`
 
     `find . -name "*.jpg" -print0 | tpl predict model - --csv --reject 0.05`
+
+    `tpl predict model archive/ --engine ray --address 10.0.0.1:6379 --out answers.jsonl`
     """
     if as_csv and as_json:
         raise TplError("Choose one of --csv and --json.")
+    if as_csv and file:
+        raise TplError("--out writes JSON lines; leave out --csv, or print to a file: --csv > answers.csv.")
+    if engine not in ENGINES:
+        raise TplError(f"There is no engine '{engine}'; there are {', '.join(ENGINES)}.")
+    if address is not None and engine != "ray":
+        raise TplError(f"--address is not for --engine {engine}; leave it out.")
     if reject is not None and not 0 < reject < 1:
         raise TplError(f"--reject takes a share between 0 and 1, such as 0.05; got {reject:g}.")
     from tpl.console import WorkProgress
-    from tpl.learner import Learner
-    from tpl.stream import batches, find_images
+    from tpl.stream import find_images
 
-    learner = Learner.load(model, weights, device)
-    _tell_if_too_few(learner, reject)
-    form = _Json(top, reject) if as_json else _Csv(top, reject) if as_csv else _Text(top, reject)
+    form = JsonForm(top, reject) if as_json or file else CsvForm(top, reject) if as_csv else TextForm(top, reject)
+    ask = _asked(model, weights, device, engine, address, batch, form)
     found = find_images(images, _stdin())
     seen = failed = 0
-    watched = err.is_terminal and not sys.stdout.isatty()  # a bar between printed lines would tear both
+    started = time.perf_counter()
+    watched = err.is_terminal and (file or not sys.stdout.isatty())  # a bar between printed lines would tear both
     try:
-        with WorkProgress(err, quiet=not watched) as progress:
+        with WorkProgress(err, quiet=not watched) as progress, _kept(file, model, form) as kept:
             progress.begin("predicting", None)
-            with closing(batches(found, learner.method.preprocess, batch)) as ready:
-                for part in ready:
+            with closing(ask(kept.rest(found) if kept else found)) as answered:
+                for part in answered:
                     _refuse_errors(part, strict)
-                    answers = iter(learner.answers_of(part.pixels, form.top) if len(part.pixels) else [])
-                    _write(form.lines(part, answers, first=seen == 0))
+                    text = "".join(form.lines(part, first=seen == 0))
+                    kept.write(text) if kept else _write(text)
                     seen += len(part.names)
                     failed += sum(error is not None for error in part.errors)
                     progress.advance(len(part.names))
     except BrokenPipeError:  # whoever reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed at exit
         raise typer.Exit(0) from None
+    earlier = kept.earlier if kept else 0
+    seen, failed = seen + earlier, failed + (kept.failed if kept else 0)
     if not seen:
         raise TplError(f"There are no images in {printable(', '.join(images))}: name image files, folders or zips.")
-    if failed and not (as_json or as_csv):
+    if file:
+        _tell_of_file(file, seen, earlier, failed, time.perf_counter() - started, as_json)
+    elif failed and not (as_json or as_csv):
         err.print(f"{failed} of {seen} images could not be read.", highlight=False)
     if failed == seen:
         raise typer.Exit(1)
+
+
+def _asked(
+    model: Path, weights: Path | None, device: str, engine: str, address: str | None, batch: int, form: Form
+) -> Callable[[Iterator[Found]], Generator[Answered]]:
+    """Who is asked for answers. What can be wrong with the model is told now."""
+    from tpl.bulk import Readers, answer_here
+    from tpl.learner import Learner
+    from tpl.store import ModelStore
+
+    if engine == "local" or form.reject is not None:
+        learner = Learner.load(model, weights, device if engine == "local" else "cpu")
+        _tell_if_too_few(learner, form.reject)
+    if engine == "local":
+        return lambda found: answer_here(learner, found, batch, form.top)
+    ModelStore(model).header()
+    readers = Readers(model, weights, device, form.top, address)
+    return lambda found: readers.answer(found, batch)
+
+
+@contextmanager
+def _kept(file: Path | None, model: Path, form: Form) -> Iterator[AnswerFile | None]:
+    """The file for answers, if one is wanted."""
+    if file is None:
+        yield None
+        return
+    from tpl.cli.predict_file import AnswerFile
+    from tpl.store import ModelStore, sha256
+
+    job = {"model": sha256(ModelStore(model).header_file), "top": form.top, "reject": form.reject}
+    with AnswerFile(file, job).open() as kept:
+        yield kept
+
+
+def _tell_of_file(file: Path, seen: int, earlier: int, failed: int, seconds: float, as_json: bool) -> None:
+    if as_json:
+        counts = {"images": seen, "earlier": earlier, "unreadable": failed, "seconds": round(seconds, 2)}
+        print_json({"out": str(file)} | counts)
+        return
+    before = f", {earlier} of them before" if earlier else ""
+    unreadable = f"; {failed} could not be read" if failed else ""
+    out.print(f"{seen} images{before}{unreadable}: [bold]{escape(str(file))}[/]", soft_wrap=True, highlight=False)
 
 
 def _stdin() -> Any:
@@ -115,106 +178,13 @@ def _tell_if_too_few(learner: Learner, reject: float | None) -> None:
     )
 
 
-def _refuse_errors(batch: Batch, strict: bool) -> None:
-    problem = next(filter(None, batch.errors), None)
+def _refuse_errors(part: Answered, strict: bool) -> None:
+    problem = next(filter(None, part.errors), None)
     if strict and problem:
         raise TplError(f"{printable(problem)} (--strict was given.)")
 
 
-def _write(text: Iterator[str]) -> None:
+def _write(text: str) -> None:
     """Print a batch at once, in UTF-8 whatever the terminal's language: file names may need it."""
-    sys.stdout.write("".join(text))
+    sys.stdout.write(text)
     sys.stdout.flush()
-
-
-class _Form:
-    """How answers are printed; `top` is how many classes of each image are asked for."""
-
-    usual_top = 1
-
-    def __init__(self, top: int | None, reject: float | None) -> None:
-        self.top, self.reject = top or self.usual_top, reject
-
-    def lines(self, batch: Batch, answers: Iterator[Answer], first: bool) -> Iterator[str]:
-        """A line for every image of a batch."""
-        for name, error in zip(batch.names, batch.errors, strict=True):
-            yield self.error(name, error) if error is not None else self.answer(name, next(answers))
-
-    def answer(self, name: str, answer: Answer) -> str:
-        raise NotImplementedError
-
-    def error(self, name: str, error: str) -> str:
-        raise NotImplementedError
-
-    def rejected(self, answer: Answer) -> bool:
-        return self.reject is not None and answer.rejected(self.reject)
-
-
-class _Text(_Form):
-    """For people."""
-
-    def answer(self, name: str, answer: Answer) -> str:
-        best = f"{answer.name} {percent(answer.probability)}"
-        if self.rejected(answer):
-            said = f"{UNKNOWN} ({answer.unknown:.2f}); of the known classes {best}, task {answer.task}"
-        else:
-            said = f"{best}, task {answer.task}, unknown {answer.unknown:.2f}"
-        others = ", ".join(f"{other} {percent(p)}" for other, p in answer.top[1:])
-        return printable(f"{name}: {said}{'; then ' if others else ''}{others}") + "\n"
-
-    def error(self, name: str, error: str) -> str:
-        return printable(f"error: {error}") + "\n"  # which names the image
-
-
-class _Json(_Form):
-    """For programs: one object a line."""
-
-    usual_top = 5
-
-    def answer(self, name: str, answer: Answer) -> str:
-        rejected = self.rejected(answer)
-        content = {"path": name} | answer.to_dict()
-        if self.reject is not None:
-            content |= {"class": None if rejected else answer.name, "rejected": rejected}
-        return _object(content)
-
-    def error(self, name: str, error: str) -> str:
-        return _object({"path": name, "error": error})
-
-
-class _Csv(_Form):
-    """For spreadsheets."""
-
-    def lines(self, batch: Batch, answers: Iterator[Answer], first: bool) -> Iterator[str]:
-        more = [f"{column}_{rank}" for rank in range(2, self.top + 1) for column in ("class", "probability")]
-        if first:
-            yield self._row("path", "class", "probability", "task", "unknown", "rejected", "error", *more)
-        yield from super().lines(batch, answers, first)
-
-    def answer(self, name: str, answer: Answer) -> str:
-        rejected = self.rejected(answer)
-        mark = "" if self.reject is None else str(rejected).lower()
-        chosen = UNKNOWN if rejected else answer.name
-        more = [cell for other, p in answer.top[1:] for cell in (other, f"{p:.6f}")]
-        return self._row(
-            name, chosen, f"{answer.probability:.6f}", answer.task, f"{answer.unknown:.6f}", mark, "", *more
-        )
-
-    def error(self, name: str, error: str) -> str:
-        return self._row(name, "", "", "", "", "", error)
-
-    def _row(self, *cells: str) -> str:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow([_encodable(cell) for cell in cells])
-        return text.getvalue()
-
-
-def _object(content: dict[str, Any]) -> str:
-    text = json.dumps(content, ensure_ascii=False)
-    if _encodable(text) != text:  # a file name that is no UTF-8: as \udcXX, it is the same name when read back
-        text = json.dumps(content)
-    return text + "\n"
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from tpl.cli.app import (
+    Address,
     AsJson,
     Data,
     Epochs,
@@ -20,6 +21,7 @@ from tpl.cli.app import (
     Rate,
     Set,
     Tasks,
+    Track,
     Validation,
     Weights,
     app,
@@ -31,6 +33,7 @@ from tpl.cli.app import (
     out,
     overrides,
     print_json,
+    trackers,
 )
 from tpl.errors import TplError
 
@@ -77,10 +80,17 @@ def suite(
     directory: Annotated[
         Path | None, typer.Option("--out", help="Where the runs go; by default runs/ and the file's name.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="What carries the runs out: local, processes on this machine.")] = "local",
+    engine: Annotated[
+        str, typer.Option(help="What carries the runs out: local, processes on this machine; ray, a cluster.")
+    ] = "local",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default one a GPU, or one a core up to 8.")
     ] = None,
+    address: Address = None,
+    gpu_share: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="With ray: a run's part of a GPU; 0.5 puts two on each.")
+    ] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Make every run of a grid, methods x benchmarks x class orders x seeds, several at a time; print their means.
@@ -96,6 +106,8 @@ def suite(
     `tpl suite --methods tpl,hat --benchmarks digits-5t --orders natural,random:1 --seeds 0,1 --out runs/table`
 
     `tpl suite recipes/suite-cifar100.toml --data cifar100/ --methods tpl`
+
+    `tpl suite recipes/suite-cifar100.toml --data /data/cifar100 --engine ray --address 10.0.0.1:6379 --gpu-share 0.5`
 
     `tpl suite status runs/table`
     """
@@ -125,7 +137,7 @@ def suite(
     }
     content = _merged(file, grid, settings, overrides(epochs, lr, memory, latent, set_))
     place = directory or Path("runs") / (Path(file).stem if file else "suite")
-    _run(content, place, engine, workers, as_json)
+    _run(content, place, engine, workers, {"address": address, "gpu_share": gpu_share}, trackers(track), as_json)
 
 
 def _merged(
@@ -139,15 +151,25 @@ def _merged(
     return over(read_suite(Path(file)) if file else {}, grid, settings, options)
 
 
-def _run(content: dict[str, Any], place: Path, engine_name: str, workers: int | None, as_json: bool) -> None:
+def _run(
+    content: dict[str, Any],
+    place: Path,
+    engine_name: str,
+    workers: int | None,
+    engine_options: dict[str, Any],
+    track: list[str],
+    as_json: bool,
+) -> None:
     from tpl.bench.engines import create_engine
     from tpl.bench.suite import check_suite
     from tpl.bench.suite_run import SuiteRun
+    from tpl.bench.trackers import check_trackers
     from tpl.cli.suite_view import SuiteView, counts_line
 
+    check_trackers(track)
     checked = check_suite(content)
-    engine = create_engine(engine_name, checked.device, workers)
-    run = SuiteRun(checked, place)
+    engine = create_engine(engine_name, checked.device, workers, **engine_options)
+    run = SuiteRun(checked, place, track)
     with run.open() as states:
         slots = engine.slots(sum(not state.reused for state in states))
         with SuiteView(err, states, slots, quiet=as_json) as view:

@@ -2,6 +2,7 @@
 
 from tpl.engine.batches import IGNORED, Batches, Feed, Samples
 from tpl.engine.device import Compute, choose_compute
+from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import Inference
 from tpl.engine.optim import GatedSGD
@@ -18,12 +19,15 @@ __all__ = [
     "Inference",
     "Listener",
     "Objective",
+    "Processes",
     "Recipe",
     "RecordedStep",
     "Samples",
     "Step",
     "batches_of_images",
     "choose_compute",
+    "current",
+    "joined",
     "silent",
     "train",
 ]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from tpl.engine.distributed import current
 from tpl.errors import TplError
 
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -57,6 +58,7 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
             raise TplError(f"{name} must be one of {', '.join(known)}; got '{value}'.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = current().own_device(device)
     try:
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is not None:

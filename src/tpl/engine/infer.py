@@ -13,6 +13,43 @@ BLOCK = 256
 QUAD = 4  # on a CPU, products over a number of images that is no multiple of four take other paths
 
 
+class Recording:
+    """A function of tensors alone: on a GPU recorded once for inputs of the same shapes and replayed, else just called.
+
+    An answer belongs to whoever asked: the next replay does not write over it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], compute: Compute) -> None:
+        self.function, self.compute = function, compute
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.static: list[Tensor] = []
+        self.answer = torch.empty(0)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The function's value, on the compute device."""
+        if self.compute.device.type != "cuda":
+            return self.function(*inputs)
+        if self.graph is None or [t.shape for t in self.static] != [t.shape for t in inputs]:
+            self._record(inputs)
+        assert self.graph is not None
+        for static, value in zip(self.static, inputs, strict=True):
+            static.copy_(value)
+        self.graph.replay()
+        return self.answer.clone()
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self.static = [value.to(self.compute.device, copy=True) for value in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # libraries choose their kernels before anything is recorded
+                self.function(*self.static)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.answer = self.function(*self.static)
+
+
 class Inference:
     """`function(images, *weights)` over any number of images, block by block.
 
@@ -26,9 +63,7 @@ class Inference:
         self, function: Callable[..., Tensor], compute: Compute, normalise: Callable[[Tensor], Tensor]
     ) -> None:
         self.function, self.compute, self.normalise = function, compute, normalise
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: list[Tensor] = []
-        self.answer = torch.empty(0)
+        self._ask = Recording(self._plain, compute)
 
     def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
         """The function's values for uint8 `pixels`, on the compute device."""
@@ -40,30 +75,8 @@ class Inference:
                 if missing := -max(count, 1) % (BLOCK if on_gpu else QUAD) + (count == 0):
                     part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
                 block = part.to(self.compute.device, non_blocking=True)
-                answer = self._replay(block, *weights) if on_gpu else self._plain(block, *weights)
-                parts.append(answer[:count])
+                parts.append(self._ask(block, *weights)[:count])
             return torch.cat(parts)
 
     def _plain(self, pixels: Tensor, *weights: Tensor) -> Tensor:
         return self.function(self.normalise(pixels), *weights)
-
-    def _replay(self, *inputs: Tensor) -> Tensor:
-        if self.graph is None or [t.shape for t in self.static] != [t.shape for t in inputs]:
-            self._record(inputs)
-        assert self.graph is not None
-        for static, value in zip(self.static, inputs, strict=True):
-            static.copy_(value)
-        self.graph.replay()
-        return self.answer.clone()
-
-    def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        self.static = [value.clone() for value in inputs]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # libraries choose their kernels before anything is recorded
-                self._plain(*self.static)
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.answer = self._plain(*self.static)

@@ -44,15 +44,24 @@ class Step:
 
     def __call__(self, progress: Tensor, inputs: Inputs) -> None:
         """Forward, backward, update."""
-        pixels, labels = self.feed.gather(*inputs)
+        pixels, labels = self.batch(inputs)
         self.optimiser.zero_grad(set_to_none=True)
         draws = inputs[DRAWS][:, : self.feed.numbers]  # the rest was for the feed itself
         losses = self.objective.losses(self.normalise(pixels), labels, progress, draws)
-        losses.sum().backward()  # the networks share no parameter: each gets its own gradient
+        losses = self.backward(losses)
         self.objective.after_backward(progress)
         self.optimiser.step()
         self.objective.after_step()
-        self.total += losses.detach()
+        self.total += losses
+
+    def batch(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Pixels and labels to learn from."""
+        return self.feed.gather(*inputs)
+
+    def backward(self, losses: Tensor) -> Tensor:
+        """Put the gradients in place; gives the losses as numbers."""
+        losses.sum().backward()  # the networks share no parameter: each gets its own gradient
+        return losses.detach()
 
 
 class RecordedStep:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.engine.batches import Batches, Feed, Samples
+from tpl.engine.distributed import SharedStep, check_agreement, current
 from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
 from tpl.engine.steps import Objective, RecordedStep, Step
@@ -93,12 +94,17 @@ def train(
 ) -> None:
     """Train as long and as fast as the recipe says; a listener for each network.
 
-    The losses are read once an epoch: nothing inside an epoch waits for the device.
+    The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
+    run, they share every batch (see `distributed`).
     """
-    started, epochs = time.perf_counter(), recipe.epochs
-    recorded = networks[0].new.labels.device.type == "cuda"
-    feed = Feed(networks, full=recorded)
-    plain = Step(objective, optimiser, feed, normalise)
+    started, epochs, processes = time.perf_counter(), recipe.epochs, current()
+    on_gpu = networks[0].new.labels.device.type == "cuda"
+    recorded = on_gpu and processes.records
+    feed = Feed(networks, full=on_gpu)
+    plain: Step = Step(objective, optimiser, feed, normalise)
+    if not processes.alone:
+        check_agreement(processes, networks)
+        plain = SharedStep(processes, objective, optimiser, feed, normalise)
     step = RecordedStep(plain) if recorded else plain
     cycle = cycle_length(feed.steps, epochs)
     progress = (torch.arange(cycle, device=feed.device, dtype=torch.float32) / cycle).unbind()
@@ -115,6 +121,8 @@ def train(
                     "Lower it with --lr; nothing of this task was stored."
                 )
             listen(Event("epoch", {"epoch": epoch + 1, "epochs": epochs, "loss": loss}))
+    if isinstance(plain, SharedStep):
+        plain.align()
     seconds = time.perf_counter() - started
     for listen in listeners:
         listen(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))

@@ -118,6 +118,7 @@ class AFC(RehearsalMethod):
     paper = "Kang et al., Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation, CVPR 2022"  # noqa: E501
     keeps = "herded images and an importance a channel"
     cost = "new and remembered images, each through the network and a frozen copy; one pass an answer"
+    splits = True
     config_class = AFCConfig
     config: AFCConfig
     network: ProxyNetwork

@@ -70,6 +70,7 @@ class APER(NetworkMethod):
     )
     keeps = "a mean of plain and adapted features a class"
     cost = "training on the first task alone, then two forward passes an image, once; two an answer"
+    splits = True
     config_class = APERConfig
     config: APERConfig
     beside = ("scale", "sums", "counts")

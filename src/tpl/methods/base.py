@@ -43,6 +43,7 @@ class Method(ABC):
     config_class: ClassVar[type[Config]]
     from_scratch: ClassVar[bool] = False  # whether it can also train an encoder that has no pre-trained trunk
     cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
+    splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
 
     memory: Memory | None = None
 
@@ -64,6 +65,24 @@ class Method(ABC):
             raise TplError(
                 f"The method '{self.name}' stands on a pre-trained encoder; '{encoder.name}' is trained from scratch, "
                 f"by {able}."
+            )
+
+    def check_splits(self) -> None:
+        """Refuse to be trained by several processes that share every batch, unless they end where one would.
+
+        A loss can be split if it is a mean over rows, or a sum of means over new rows and over replayed ones, and of
+        terms that no row enters. Such a method says `splits = True`.
+        """
+        if not self.splits:
+            able = ", ".join(sorted(name for name, method in load_methods().items() if method.splits))
+            raise TplError(
+                f"The method '{self.name}' cannot be trained by several processes: it has no training steps, or looks "
+                f"at a batch as a whole. These can: {able}. Or start one process."
+            )
+        if self.encoder.batch_norms:
+            raise TplError(
+                f"Batch norms look at a whole batch, so several processes cannot share one with '{self.encoder.name}'. "
+                "Start one process, or take an encoder with layer norms (compact, a ViT or DeiT)."
             )
 
     # What a method must say

@@ -52,6 +52,7 @@ class DER(ExpansionMethod):
     paper = "Yan et al., DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
     keeps = "a class-balanced memory, and an extractor a task"
     cost = "new and remembered images through every task's extractor; as many passes an answer"
+    splits = True
     config_class = DERConfig
     config: DERConfig
 

@@ -81,6 +81,7 @@ class DERpp(NetworkMethod):
     paper = "Buzzega et al., Dark Experience for General Continual Learning, NeurIPS 2020"
     keeps = "a reservoir of images with the logits they had"
     cost = "new and remembered images; one pass an answer"
+    splits = True
     config_class = DERppConfig
     config: DERppConfig
     memory: Reservoir

@@ -14,4 +14,5 @@ class FineTune(NetworkMethod):
     summary = "plain fine-tuning on each new task; no protection, no memory (the lower bound)"
     keeps = "the network alone"
     cost = "one pass a training image and epoch; one an answer"
+    splits = True
     from_scratch = True

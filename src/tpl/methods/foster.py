@@ -71,6 +71,7 @@ class FOSTER(RehearsalMethod):
     paper = "Wang et al., FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV 2022"
     keeps = "a class-balanced memory of images"
     cost = "boosting with two extractors, then a compression with three; one pass an answer"
+    splits = True
     config_class = FOSTERConfig
     config: FOSTERConfig
 

@@ -10,6 +10,7 @@ The detector is one of the twelve post-hoc ones in `tpl.scores`; the way a task 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, within_tasks
+from tpl.methods.bank import Outputs, Question, within_tasks
 from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.replay import MemoryBank, MemoryConfig
 from tpl.methods.bank.techniques import TECHNIQUES
@@ -84,6 +85,7 @@ class HAT(MemoryBank):
     paper = "Serra et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
     keeps = "a task's mask, norms, head, and what its detector needs"
     cost = "one pass a training image and epoch; a pass a task and answer"
+    splits = True
     config_class = HATConfig
     from_scratch = True
     config: HATConfig
@@ -179,13 +181,16 @@ class HAT(MemoryBank):
     def _perturbs(score: str) -> bool:
         return bool(getattr(DETECTORS[score], "perturbs", False))
 
-    def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
+    def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
         """Features and logits; for ODIN, the logits of the perturbed image in place of features."""
-        seen = self.bank.outputs(pixels, task)
+        answers = super().answers(pixels, questions)
         if not self._perturbs(self.config.score):
-            return seen
-        model = self.bank.tasks[task]
-        return Outputs(self._perturbed(pixels, *model.own_head(), model.norms, *self.bank.weights(task)), seen.logits)
+            return answers
+        for i, (task, rows) in enumerate(questions):
+            asked, model = pixels if rows is None else pixels[rows.to(pixels.device)], self.bank.tasks[task]
+            moved = self._perturbed(asked, *model.own_head(), model.norms, *self.bank.weights(task))
+            answers[i] = Outputs(moved, answers[i].logits)
+        return answers
 
     def _perturbed_logits(self, images: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Logits of normalised images moved so that the predicted class becomes likelier."""

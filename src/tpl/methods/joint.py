@@ -19,6 +19,7 @@ class Joint(NetworkMethod):
     summary = "joint training on all data so far, anew at every stage (the upper bound, Non-CL)"
     keeps = "nothing: it needs all data again at every stage"
     cost = "every image of all tasks so far, anew at every stage; one pass an answer"
+    splits = True
     from_scratch = True
     cumulative = True
 

@@ -119,6 +119,7 @@ class L2P(Method):
     paper = "Wang et al., Learning to Prompt for Continual Learning, CVPR 2022"
     keeps = "a pool of prompts"
     cost = "two passes a training image and epoch; two an answer"
+    splits = True
     config_class = L2PConfig
     config: L2PConfig
 

@@ -52,6 +52,7 @@ class MORE(DistanceBank):
     paper = "Kim et al., A Multi-Head Model for Continual Learning via Out-of-Distribution Replay, CoLLAs 2022"
     keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
     cost = "as tpl, then all earlier heads on frozen features; a pass a task and answer"
+    splits = True
     config_class = MOREConfig
     from_scratch = True
     config: MOREConfig

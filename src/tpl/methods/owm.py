@@ -119,6 +119,7 @@ class OWM(NetworkMethod):
     paper = "Zeng et al., Continual learning of context-dependent processing in neural networks, Nature MI 2019"
     keeps = "a projector for every trained layer"
     cost = "one pass a training image and epoch, one more at the end; one an answer"
+    splits = True
     config_class = OWMConfig
     config: OWMConfig
 

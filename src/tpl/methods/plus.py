@@ -9,6 +9,7 @@ also says, for one pass of the encoder, which tasks are worth asking at all (`pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Samples
+from tpl.engine import Compute, Inference, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, within_tasks
+from tpl.methods.bank import Outputs, Question, TaskModel, within_tasks
 from tpl.methods.base import register, task_of_class
 from tpl.methods.parts.ridge import RandomRidge, features_for
 from tpl.methods.tpl import TPL, TPLConfig
-from tpl.nets import Encoder
+from tpl.nets import Encoder, unstacked
 from tpl.state import beginning_with
 from tpl.stream import Task
 
 ALL, AUTO = "all", "auto"
 EXPERT = "expert."
+VIEW = "view."
 NEVER = -1e4  # log-probability of a class whose task was not asked: below any other, and still a number
 
 
@@ -41,9 +43,9 @@ class PlusConfig(TPLConfig):
         ("encoder", "first"),
     )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
-    weight: float = option(1.5, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
+    weight: float = option(2.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
-    covered: float = option(0.95, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
+    covered: float = option(0.9, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +71,7 @@ class TPLPlus(TPL):
     def __init__(self, encoder: Encoder, config: PlusConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
+        self.view_: TaskModel | None = None  # the first task's model, once the bank has let it go
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """As TPL; and the expert takes up the task."""
@@ -95,8 +98,23 @@ class TPLPlus(TPL):
         plain = self.encoder_features(pixels)
         return plain if self.config.sees == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
 
+    @property
+    def _through_first_task(self) -> bool:
+        """Whether what the expert sees is also what the first task of the bank sees."""
+        return self.config.sees == "first" and self.view_ is None
+
     def _first(self, pixels: Tensor) -> Tensor:
-        return self.bank.outputs(pixels, 0).features
+        if self.view_ is None:
+            return self.bank.outputs(pixels, 0).features
+        bank = self.bank
+        weights = bank.protection.finished(bank.adapters.weights, self.view_.embedding)
+        look = Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
+        return look(pixels, self.view_.norms, *weights)
+
+    def _first_task(self, common: Tensor) -> Outputs:
+        """The first task's answer, of what the expert has seen through its model."""
+        features = common[:, self.encoder.dim :]
+        return Outputs(features, self.bank.logits(features, 0))
 
     def expert_says(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from the encoder's own features."""
@@ -124,28 +142,32 @@ class TPLPlus(TPL):
         """The same; tasks that are not to be asked about an image do not see it."""
         common = self.common_features(pixels)
         if self.config.passes == ALL:
-            return self.log_probabilities_of(self.outputs(pixels), common=common)
+            known = [self._first_task(common)] if self._through_first_task else None
+            return self.log_probabilities_of(self.outputs(pixels, known), common=common)
         says = self.expert_says(common)
         asked = self.tasks_to_ask(says)
         contrast = self.contrast(common)
         scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
         within = torch.zeros_like(says)
-        first = 0
-        for t, model in enumerate(self.bank.tasks):
-            rows = torch.nonzero(asked[:, t]).squeeze(1)
-            if len(rows):
-                seen = self._asked(t, rows, pixels, common)
-                scores[rows, t] = self.score_of(t, seen, None if contrast is None else contrast[rows])
-                within[rows, first : first + model.own] = within_tasks([seen])
-            first += model.own
+        firsts = [sum(model.own for model in self.bank.tasks[:t]) for t in range(len(self.bank.tasks))]
+        for t, rows, seen in self._asked(asked, pixels, common):
+            scores[rows, t] = self.score_of(t, seen, None if contrast is None else contrast[rows])
+            within[rows, firsts[t] : firsts[t] + self.bank.tasks[t].own] = within_tasks([seen])
         return self._of_some(within, scores, says)
 
-    def _asked(self, task: int, rows: Tensor, pixels: Tensor, common: Tensor) -> Outputs:
-        """What a task's model says of some rows; what the expert has seen of it already is not computed again."""
-        if task == 0 and self.config.sees == "first":
-            features = common[rows, self.encoder.dim :]
-            return Outputs(features, self.bank.logits(features, 0))
-        return self.outputs_of(task, pixels[rows.to(pixels.device)])
+    def _asked(self, asked: Tensor, pixels: Tensor, common: Tensor) -> Iterator[tuple[int, Tensor, Outputs]]:
+        """What each task's model says of the rows it is asked about, `[n, tasks]`: all of them share their passes.
+
+        What the expert has seen of the first one already is not computed again.
+        """
+        rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
+        known = int(self._through_first_task)
+        if known and len(rows_of[0]):
+            rows = rows_of[0].to(common.device)
+            yield 0, rows, self._first_task(common[rows])
+        questions = [Question(t, rows) for t, rows in enumerate(rows_of) if t >= known and len(rows)]
+        for (task, _), seen in zip(questions, self.answers(pixels, questions), strict=True):
+            yield task, rows_of[task].to(common.device), seen
 
     def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
         """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
@@ -171,7 +193,7 @@ class TPLPlus(TPL):
         else:
             wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
         asked = torch.zeros_like(wanted).scatter(1, order, wanted)
-        asked[:, 0] |= self.config.sees == "first"
+        asked[:, 0] |= self._through_first_task
         return asked
 
     def passes(self, common: Tensor | None = None) -> float:
@@ -191,14 +213,16 @@ class TPLPlus(TPL):
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""
         assert self.expert is not None
-        if self.config.sees == "first" and task == 0 and self.bank.tasks[0].own == 1:
-            raise TplError("The expert sees images through the first task's model: that task's last class cannot go.")
+        if self._through_first_task and task == 0 and self.bank.tasks[0].own == 1:
+            self.view_ = self.bank.tasks[0]  # the expert goes on seeing through it: its units stay as they are
         self.expert.forget(number)
         super().remove_class(task, own, number)
 
     def shared_state(self) -> dict[str, Tensor]:
         """The calibration, and the expert's sums."""
         expert = {} if self.expert is None else self.expert.state()
+        if self.view_ is not None:
+            expert |= {VIEW + k: v.detach() for k, v in self.view_.state_dict().items()}
         return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
@@ -206,3 +230,6 @@ class TPLPlus(TPL):
         super().load_own_state(shared, tasks)
         found = beginning_with(EXPERT, shared)
         self.expert = RandomRidge.from_state(found) if found else None
+        view = beginning_with(VIEW, found)
+        parts = ("embedding", "norms", "head_weight", "head_bias")
+        self.view_ = TaskModel(1, *(view[k] for k in parts)).requires_grad_(False) if view else None

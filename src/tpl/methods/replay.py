@@ -22,4 +22,5 @@ class Replay(RehearsalMethod):
     summary = "fine-tuning on each new task together with a memory of old images"
     keeps = "a class-balanced memory of images"
     cost = "as many remembered images as new ones: two passes; one an answer"
+    splits = True
     from_scratch = True

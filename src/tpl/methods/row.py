@@ -47,6 +47,7 @@ class ROW(DistanceBank):
     paper = "Kim et al., Learnability and Algorithm for Continual Learning, ICML 2023"
     keeps = "a class-balanced memory; a task's mask, norms, three heads, means and covariance"
     cost = "as tpl, then two heads a task on frozen features; a pass a task and answer"
+    splits = True
     config_class = ROWConfig
     from_scratch = True
     config: ROWConfig

@@ -64,6 +64,7 @@ class TPL(ReplayBank):
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
     keeps = "a class-balanced memory (see memory_kind); a task's mask, norms, head, means and covariance"
     cost = "as many remembered images as new ones: two passes; a pass a task and answer"
+    splits = True
     config_class = TPLConfig
     from_scratch = True
     config: TPLConfig

@@ -21,8 +21,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from tpl.errors import TplError
-from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt
+from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack
 from tpl.nets.base import Encoder
+from tpl.nets.blocks import adapted_block, class_token_block, is_standard, layer_norm
 
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
 
@@ -45,7 +46,7 @@ class ViTEncoder(Encoder):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
-        self.through, self.fused = _adapted_block, False
+        self.through, self.through_last, self.fused = adapted_block, class_token_block, False
         self._copies: dict[
             tuple[torch.dtype, torch.device], VisionTransformer
         ] = {}  # in a dict: not part of this module's state
@@ -61,7 +62,8 @@ class ViTEncoder(Encoder):
         # Each number of networks, with and without replay, has shapes of its own. Beyond the limit torch would go on
         # uncompiled, at half the speed.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.through, self.fused = torch.compile(_adapted_block, dynamic=False), True
+        self.through, self.fused = torch.compile(adapted_block, dynamic=False), True
+        self.through_last = torch.compile(class_token_block, dynamic=False)
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -113,6 +115,23 @@ class ViTEncoder(Encoder):
         `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32. `notice`
         is told what comes out of every block. `learning` makes no difference: a layer norm looks at one token alone.
         """
+        return self.beyond(self.tokens(images, dtype), norms, adapters, masks, notice)
+
+    def beyond(
+        self,
+        tokens: Tensor,
+        norms: Tensor,
+        adapters: Iterable[Tensor] | None = None,
+        masks: Tensor | None = None,
+        notice: Callable[[Tensor], None] | None = None,
+        brief: bool = False,
+    ) -> Tensor:
+        """`forward` from the `tokens` on, in their precision.
+
+        `brief` leaves out of the last block what no feature depends on, where the class token is all that counts: the
+        same to rounding, and one block less to compute, nearly.
+        """
+        x, dtype = tokens, tokens.dtype
         vit = self.trunk(dtype)
         affines = norms.to(dtype).unbind(-3)
         layers: Sequence[AdapterStack | None] = [None] * self.adapters_needed
@@ -122,13 +141,19 @@ class ViTEncoder(Encoder):
             layers = stack.layers()
             if masks is not None:
                 opened = _per_adapter(stack.split(masks.to(dtype)))
-        x = self.tokens(images, dtype)
+        brief = brief and vit.global_pool == "token" and is_standard(vit.blocks[-1])
         for i, block in enumerate(vit.blocks):
             own = slice(2 * i, 2 * i + 2)
-            x = self.through(block, x, affines[own], layers[own], opened[own])
+            through = self.through_last if brief and block is vit.blocks[-1] else self.through
+            x = through(block, x, affines[own], layers[own], opened[own])
             if notice is not None:
                 notice(x)
-        rest = list(norms.unbind(-3)[2 * len(vit.blocks) :])
+        return self.pooled(x, norms)
+
+    def pooled(self, x: Tensor, norms: Tensor) -> Tensor:
+        """Features, float32, from what comes out of the last block: the class token alone will do where it counts."""
+        vit = self.vit
+        rest = list(norms.unbind(-3)[self.adapters_needed :])
         x = x.float()
         if vit.global_pool == "token":
             x = x[:, :1]  # a norm looks at one token alone: the others need none
@@ -139,20 +164,6 @@ class ViTEncoder(Encoder):
     def _norms(self) -> list[nn.LayerNorm]:
         inner = [n for block in self.vit.blocks for n in (block.norm1, block.norm2)]
         return inner + [n for n in (self.vit.norm, self.vit.fc_norm) if isinstance(n, nn.LayerNorm)]
-
-
-def _adapted_block(
-    block: Block,
-    x: Tensor,
-    norms: Sequence[Tensor],
-    adapters: Sequence[AdapterStack | None],
-    masks: Sequence[AdapterMasks | None],
-) -> Tensor:
-    """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
-    y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
-    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
-    y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
-    return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
 
 
 def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
@@ -167,14 +178,6 @@ def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     tokens = F.linear(patches.reshape(len(images), rows * columns, -1), embed.proj.weight.flatten(1), embed.proj.bias)
     normed: Tensor = embed.norm(tokens)
     return normed
-
-
-def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
-    """A layer norm with scale and shift `[2, dim]`, or `[networks, 2, dim]` for equal parts of the batch."""
-    if affine.dim() == 2:
-        return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)
-    plain = F.layer_norm(x, x.shape[-1:], None, None, eps).reshape(len(affine), -1, x.shape[-1])
-    return (plain * affine[:, :1] + affine[:, 1:]).reshape(x.shape)
 
 
 def _per_adapter(masks: AdapterMasks) -> list[AdapterMasks]:

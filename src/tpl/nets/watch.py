@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.nets.adapters import AdapterStack, linear
-from tpl.nets.encoder import ViTEncoder, layer_norm
+from tpl.nets.blocks import layer_norm
+from tpl.nets.encoder import ViTEncoder
 
 
 def adapter_inputs(

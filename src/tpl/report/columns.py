@@ -28,7 +28,7 @@ class Column:
     better: int = 0  # 1: more is better, -1: less is better, 0: not part of the contest
 
 
-ACCURACY, FORGETTING, COST = "Accuracy, %", "Forgetting, points", "Cost"
+ACCURACY, SCORES, FORGETTING, COST = "Accuracy, %", "Task scores, %", "Forgetting, points", "Cost"
 
 COLUMNS = (
     Column(
@@ -53,6 +53,17 @@ COLUMNS = (
         "Task prediction after the final task: share of test images whose task is found. The "
         "probability of a task is the sum of those of its classes.",
         percent, 1,
+    ),
+    Column(
+        "auroc", SCORES, "AUROC", "AU-\nROC",
+        "Area under the ROC curve of each task's score, its own test images against those of all other tasks, averaged "
+        "over the tasks: how well the scores tell whose an image is. Only methods with a score a task have it.",
+        percent, 1,
+    ),
+    Column(
+        "fpr95", SCORES, "FPR95", "FPR\n95",
+        "Share of other tasks' images that a task's score accepts if it accepts 95 % of its own, mean over the tasks.",
+        percent, -1,
     ),
     Column(
         "forgetting_last", FORGETTING, "Rect. Last", "Forg.\nLast",
@@ -85,6 +96,16 @@ COLUMNS = (
         "memory_bytes", COST, "Memory, kB", "Mem.\nkB",
         "Size of those images as stored, in thousands of bytes.",
         lambda value: f"{value / 1e3:,.1f}" if value else "0",
+    ),
+    Column(
+        "network_and_memory_bytes", COST, "Both, MB", "Both\nMB",
+        "Network (four bytes a number) and memory together, in millions of bytes.",
+        lambda value: f"{value / 1e6:,.1f}",
+    ),
+    Column(
+        "peak_device_bytes", COST, "GPU peak, GB", "GPU\nGB",
+        "The most memory in use on the GPU, in billions of bytes, by all runs trained side by side.",
+        lambda value: f"{value / 1e9:,.1f}",
     ),
     Column("seconds", COST, "Time, s", "Time\ns", "Learning and testing, all tasks together.", _seconds),
     Column("seconds_per_task", COST, "Per task, s", "Task\ns", "Learning alone, on average.", _seconds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +38,21 @@ def draw_correlation(study: dict[str, Any], file: Path) -> None:
         axes.margins(0.12)
         for edge in ("top", "right"):
             axes.spines[edge].set_visible(False)
-        _name_points(axes, rows)
+        name_points(axes, [(row["auroc"], row["last"], row["detector"]) for row in rows], QUIET, RULE)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
         say(figure, f"Detectors as task predictors: {study['benchmark']}", 0.3, 13, INK, "bold")
         say(figure, _caption(study), 0.65, 9, QUIET)
 
 
-def _name_points(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Write every detector's name beside its point, where it meets the fewest other names and points."""
+def name_points(axes: Axes, points: Sequence[tuple[float, float, str]], ink: str, rule: str) -> None:
+    """Write every point's name beside it, where it meets the fewest other names and points."""
     axes.autoscale_view()
     dots = axes.figure.dpi / 72  # a point of type in the units of the axes' transform
-    places = [axes.transData.transform((row["auroc"], row["last"])) / dots for row in rows]
+    places = [axes.transData.transform((x, y)) / dots for x, y, _ in points]
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places]
-    for row, (x, y) in sorted(zip(rows, places, strict=True), key=lambda pair: -pair[1][1]):
-        wide, high = 4.8 * len(row["detector"]), 9.0
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: -pair[1][1]):
+        name = point[2]
+        wide, high = 4.8 * len(name), 9.0
         boxes = [
             (x + dx - (wide if dx < 0 else 0 if dx > 0 else wide / 2), y + dy - high / 2)
             for reach in (1, 2, 3)
@@ -60,9 +62,8 @@ def _name_points(axes: Axes, rows: list[dict[str, Any]]) -> None:
         left, bottom = min(boxes, key=lambda at: _overlap((*at, at[0] + wide, at[1] + high), taken))
         taken.append((left, bottom, left + wide, bottom + high))
         axes.annotate(
-            row["detector"], (row["auroc"], row["last"]), (left - x, bottom - y), textcoords="offset points",
-            fontsize=8, color=QUIET,
-            arrowprops={"arrowstyle": "-", "color": RULE, "lw": 0.8, "shrinkA": 0, "shrinkB": 3},
+            name, point[:2], (left - x, bottom - y), textcoords="offset points", fontsize=8, color=ink,
+            parse_math=False, arrowprops={"arrowstyle": "-", "color": rule, "lw": 0.8, "shrinkA": 0, "shrinkB": 3},
         )  # fmt: skip
 
 

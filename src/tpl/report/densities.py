@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpl.bench.densities import Density, RunDensities, TaskDensities, evenly
+from tpl.bench.densities import Density, RunDensities, TaskDensities, evenly, run_densities
+from tpl.bench.outputs import read_outputs
+from tpl.bench.results import RunResult
+from tpl.errors import TplError
 from tpl.report.pictures import FOOT, GAP, HEAD, INK, OTHERS, OWN, QUIET, RULE, head, picture, say
 
 if TYPE_CHECKING:
@@ -39,6 +43,23 @@ def draw_densities(found: RunDensities, file: Path) -> None:
             f"hold {', '.join(f'{100 * s:.0f}' for s in SHARES[:-1])} and {100 * SHARES[-1]:.0f} % of a density."
         )
         say(figure, textwrap.fill(caption, int(14.5 * (width - 2 * GAP))), height - FOOT / 2, 9, QUIET)
+
+
+def density_png(run: Path) -> tuple[bytes | None, str]:
+    """The picture of a run that keeps what it takes (RUN/outputs), as PNG; or None and a word on what is missing.
+
+    Nothing is computed anew: no image is read, and no network is asked.
+    """
+    try:
+        if read_outputs(run, RunResult.read(run).description) is None:
+            return None, f"it keeps no outputs; `tpl figure densities {run}` makes them"
+        found = run_densities(run)
+    except TplError as error:
+        return None, str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "densities.png"
+        draw_densities(found, file)
+        return file.read_bytes(), found.images
 
 
 def columns_for(panels: int) -> int:

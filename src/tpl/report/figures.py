@@ -1,4 +1,7 @@
-"""The report's figures: accuracy after each task, and the accuracy matrix of a run."""
+"""The figures of page and picture files: accuracy after each task, and matrices of tasks by tasks.
+
+Each is drawn in a palette: the page's, for an SVG that takes on its colours, or one for pictures that stand alone.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from numpy.typing import NDArray
 from sklearn.isotonic import isotonic_regression
 
 from tpl.bench.metrics import Matrix
-from tpl.report.svg import INK, SERIES_INK, blank, to_svg
+from tpl.report.svg import PAGE, Palette, blank, to_svg
 from tpl.report.tables import LOWER, UPPER
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = {LOWER: (0, (1.2, 2.2)), UPPER: (0, (5, 2.5))}
-_QUIET = 0.72  # opacity of axis titles
+QUIET = 0.72  # opacity of axis titles
 
 # One scale for every heatmap: 0 is pale, 100 is dark, neither as pale nor as dark as a page can be.
 SCALE = LinearSegmentedColormap.from_list("accuracy", matplotlib.colormaps["YlGnBu"](np.linspace(0.06, 0.88, 64)))
@@ -28,11 +32,12 @@ NUMBERS_UP_TO = 10  # tasks; beyond, numbers would not fit in the cells
 
 @dataclass(frozen=True)
 class Line:
-    """One run's accuracy (a fraction) after each task."""
+    """Accuracy (a fraction) after each task: a run's, or the mean of several and its deviation."""
 
     name: str
     values: Matrix
     role: str
+    spread: Matrix | None = None
 
     @property
     def end(self) -> tuple[float, float] | None:
@@ -47,9 +52,17 @@ def scale_colours(steps: int = 9) -> list[str]:
 
 
 def curves(lines: Sequence[Line], classes: Sequence[int], ident: str, narrow: bool = False) -> str:
+    """Accuracy on all classes so far after each task, labelled at the lines' ends, for a page."""
+    ends = ", ".join(f"{line.name} {line.end[1]:.1f}" for line in lines if line.end)
+    label = f"Accuracy on all classes so far, in percent, after each task. At the end: {ends}."
+    return to_svg(draw_curves(lines, classes, PAGE, narrow), ident, label)
+
+
+def draw_curves(lines: Sequence[Line], classes: Sequence[int], palette: Palette, narrow: bool = False) -> Figure:
     """Accuracy on all classes so far after each task, labelled at the lines' ends.
 
-    `classes` are the numbers of classes seen after each task. Bounds are dashed and in the text's colour.
+    `classes` are the numbers of classes seen after each task. Bounds are dashed and in the text's colour; a pale band
+    is the deviation of several runs.
     """
     stages = len(classes)
     letters = 14 if narrow else 30
@@ -58,40 +71,52 @@ def curves(lines: Sequence[Line], classes: Sequence[int], ident: str, narrow: bo
     height = max(height, 17.0 * len(lines) + 80)
     top, bottom = 32, 46
     right = 50 + 6.4 * max((len(name) for name in names), default=0)
-    figure, axes = blank(width, height, 30 if narrow else 74, right, top, bottom)
+    figure, axes = blank(width, height, 30 if narrow else 74, right, top, bottom, palette.ink)
     low, high = _limits(lines)
     axes.set_ylim(low, high)
     margin = 0.03 * (stages - 1) if stages > 1 else 0.5
     axes.set_xlim(1 - margin, stages + (margin if stages == 1 else 0))
-    axes.grid(axis="y", color=INK, alpha=0.14, linewidth=0.8, clip_on=False)
+    axes.grid(axis="y", color=palette.ink, alpha=0.14, linewidth=0.8, clip_on=False)
     step = -(-stages // (6 if narrow else 20))
     ticks = [t for t in range(1, stages + 1) if (stages - t) % step == 0]
     axes.set_xticks(ticks, [str(t) for t in ticks])
+    ink = palette.ink
     for t in ticks:
-        _note(axes, str(classes[t - 1]), (t, low), (0, -34), "data", ha="center")
+        note(axes, str(classes[t - 1]), (t, low), (0, -34), "data", ink, ha="center")
     if narrow:
-        _note(axes, "task", (1, 0), (12, -16), "axes fraction")
-        _note(axes, "classes", (1, 0), (12, -34), "axes fraction")
+        note(axes, "task", (1, 0), (12, -16), "axes fraction", ink)
+        note(axes, "classes", (1, 0), (12, -34), "axes fraction", ink)
     else:
-        _note(axes, "after task", (0, 0), (-6, -16), "axes fraction", ha="right")
-        _note(axes, "classes", (0, 0), (-6, -34), "axes fraction", ha="right")
-    _note(axes, "Accuracy on all classes so far, %", (0, 1), (-24, 20), "axes fraction")
-    _draw(axes, lines, names, (height - top - bottom) / (high - low))
-    ends = ", ".join(f"{line.name} {line.end[1]:.1f}" for line in lines if line.end)
-    return to_svg(figure, ident, f"Accuracy on all classes so far, in percent, after each task. At the end: {ends}.")
+        note(axes, "after task", (0, 0), (-6, -16), "axes fraction", ink, ha="right")
+        note(axes, "classes", (0, 0), (-6, -34), "axes fraction", ink, ha="right")
+    note(axes, "Accuracy on all classes so far, %", (0, 1), (-24, 20), "axes fraction", ink)
+    _draw(axes, lines, names, (height - top - bottom) / (high - low), palette)
+    return figure
 
 
 def heatmap(matrix: Matrix, ident: str, name: str) -> str:
-    """Accuracy on each task (columns) after each task (rows), on a scale from 0 to 100 percent."""
+    """Accuracy on each task (columns) after each task (rows), on a scale from 0 to 100 percent, for a page."""
+    final = ", ".join(f"{100 * v:.1f}" for v in (matrix[-1] if len(matrix) else ()) if not np.isnan(v))
+    label = f"{name}: accuracy on each task after each task, in percent. After the final task: {final}."
+    return to_svg(draw_matrix(matrix, "accuracy on task", "after learning task", PAGE), ident, label)
+
+
+def confusion_map(matrix: Matrix, ident: str, name: str) -> str:
+    """Share of each task's images (rows) taken for each task (columns), for a page."""
+    right = ", ".join(f"{100 * v:.1f}" for v in np.diag(matrix) if not np.isnan(v))
+    label = f"{name}: share of each task's test images taken for each task. Taken for their own task, percent: {right}."
+    return to_svg(draw_matrix(matrix, "taken for task", "images of task", PAGE), ident, label)
+
+
+def draw_matrix(matrix: Matrix, across: str, down: str, palette: Palette) -> Figure:
+    """Fractions as squares on one scale from 0 to 100 percent; what is not a number stays empty."""
     count = len(matrix)
-    figure, axes = blank(340, 330, left=42, right=4, top=4, bottom=40)
+    figure, axes = blank(340, 330, left=42, right=4, top=4, bottom=40, ink=palette.ink)
     axes.set_xlim(0.5, count + 0.5)
     axes.set_ylim(count + 0.5, 0.5)
     side = 0.95 if count <= 2 * NUMBERS_UP_TO else 1.0
-    for t, i in np.argwhere(np.tril(np.ones((count, count)))).tolist():
+    for t, i in np.argwhere(~np.isnan(matrix)).tolist():
         value = float(matrix[t, i])
-        if np.isnan(value):
-            continue
         corner, colour = (i + 1 - side / 2, t + 1 - side / 2), SCALE(value)
         if count > NUMBERS_UP_TO:
             axes.add_patch(Rectangle(corner, side, side, facecolor=colour, linewidth=0))
@@ -107,42 +132,45 @@ def heatmap(matrix: Matrix, ident: str, name: str) -> str:
     ticks = [t for t in range(1, count + 1) if (count - t) % step == 0]
     axes.set_xticks(ticks)
     axes.set_yticks(ticks)
-    axes.set_xlabel("accuracy on task", fontsize=11, color=INK, alpha=_QUIET)
-    axes.set_ylabel("after learning task", fontsize=11, color=INK, alpha=_QUIET)
-    final = ", ".join(f"{100 * v:.1f}" for v in (matrix[-1] if count else ()) if not np.isnan(v))
-    label = f"{name}: accuracy on each task after each task, in percent. After the final task: {final}."
-    return to_svg(figure, ident, label)
+    axes.set_xlabel(across, fontsize=11, color=palette.ink, alpha=QUIET)
+    axes.set_ylabel(down, fontsize=11, color=palette.ink, alpha=QUIET)
+    return figure
 
 
-def _note(
-    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], coords: str, ha: str = "left"
-) -> None:
+def note(
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], coords: str, ink: str,
+    ha: str = "left",
+) -> None:  # fmt: skip
     """Quiet text, `offset` pixels away from a point."""
     axes.annotate(
-        text, at, offset, coords, "offset points", ha=ha, va="center", fontsize=11, color=INK, alpha=_QUIET,
+        text, at, offset, coords, "offset points", ha=ha, va="center", fontsize=11, color=ink, alpha=QUIET,
         annotation_clip=False,
     )  # fmt: skip
 
 
-def _draw(axes: Axes, lines: Sequence[Line], names: Sequence[str], pixels: float) -> None:
+def _draw(axes: Axes, lines: Sequence[Line], names: Sequence[str], pixels: float, palette: Palette) -> None:
     """The lines and their labels, which keep clear of each other; `pixels` are those of one percent point."""
     number = 0
     labels = []
     for line, name in zip(lines, names, strict=True):
         bound = line.role in _DASHES
-        colour = INK if bound else SERIES_INK[number % len(SERIES_INK)]
-        marker = _MARKERS[number % len(_MARKERS)] if not bound else "o" if len(line.values) == 1 else None
+        colour = palette.ink if bound else palette.series[number % len(palette.series)]
+        marker = MARKERS[number % len(MARKERS)] if not bound else "o" if len(line.values) == 1 else None
         number += not bound
+        stages = np.arange(1, len(line.values) + 1)
+        if line.spread is not None:
+            low, high = line.values - line.spread, line.values + line.spread
+            axes.fill_between(stages, 100 * low, 100 * high, color=colour, alpha=0.13, linewidth=0, zorder=1)
         axes.plot(
-            np.arange(1, len(line.values) + 1), 100 * line.values,
+            stages, 100 * line.values,
             color=colour, alpha=0.75 if bound else None,
             linestyle=_DASHES.get(line.role, "-"), linewidth=1.6 if bound else 2.2, solid_capstyle="round",
             marker=marker, markersize=6, markeredgewidth=0, clip_on=False, zorder=2 if bound else 3,
         )  # fmt: skip
         if line.end:
             labels.append((line.end, name, colour, "normal" if bound else "bold"))
-    low, high = axes.get_ylim()
-    places = _spread(np.array([end[1] for end, *_ in labels]), 15 / pixels, low, high)
+    bottom, top = axes.get_ylim()
+    places = _spread(np.array([end[1] for end, *_ in labels]), 15 / pixels, bottom, top)
     for ((x, y), name, colour, weight), place in zip(labels, places, strict=True):
         moved = (place - y) * pixels
         arrow = {"arrowstyle": "-", "color": colour, "alpha": 0.5, "shrinkA": 0, "shrinkB": 4}

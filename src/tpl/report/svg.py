@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import matplotlib
@@ -19,18 +20,30 @@ from matplotlib.figure import Figure
 # Colours that colour-blind readers can tell apart, dark enough for white paper; pages may override them.
 SERIES = ("#0067a5", "#bf4a0b", "#007a5a", "#93428f", "#7d6200", "#a5243d")
 
-# What to draw with: these stand for the page's colours until the SVG is written.
-INK = "#010203"
-SERIES_INK = tuple(f"#04050{n}" for n in range(len(SERIES)))
 
-_PAGE_COLOURS = {INK: "currentColor"} | {
-    ink: f"var(--series-{n}, {colour})" for n, (ink, colour) in enumerate(zip(SERIES_INK, SERIES, strict=True), 1)
+@dataclass(frozen=True)
+class Palette:
+    """What to draw with."""
+
+    ink: str
+    series: tuple[str, ...]
+
+
+# These stand for the page's colours until the SVG is written.
+PAGE = Palette("#010203", tuple(f"#04050{n}" for n in range(len(SERIES))))
+# For pictures that stand alone on white.
+PAPER = Palette("#1c2730", SERIES)
+
+_PAGE_COLOURS = {PAGE.ink: "currentColor"} | {
+    ink: f"var(--series-{n}, {colour})" for n, (ink, colour) in enumerate(zip(PAGE.series, SERIES, strict=True), 1)
 }
 _NAMESPACE = "http://www.w3.org/2000/svg"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 
 
-def blank(width: float, height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+def blank(
+    width: float, height: float, left: float, right: float, top: float, bottom: float, ink: str = PAGE.ink
+) -> tuple[Figure, Axes]:
     """A transparent figure with one plain pair of axes; its units are pixels at its natural size."""
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
@@ -38,7 +51,7 @@ def blank(width: float, height: float, left: float, right: float, top: float, bo
         part.patch.set_visible(False)
     axes.spines[:].set_visible(False)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=0, labelsize=11, pad=6)
+    axes.tick_params(colors=ink, length=0, labelsize=11, pad=6)
     return figure, axes
 
 

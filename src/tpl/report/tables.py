@@ -1,4 +1,4 @@
-"""The comparison of runs as rows, for the page, Markdown and the terminal alike."""
+"""The comparison of runs as rows, for the page, Markdown, LaTeX and the terminal alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.report.columns import ACCURACY, COLUMNS, COST, FORGETTING, Column
+from tpl.report.columns import COLUMNS, COST, Column
 
 Row = dict[str, Any]
 
@@ -25,11 +25,15 @@ _ORDER = (LOWER, CONTINUAL, UPPER)
 ABSENT = "\N{EN DASH}"
 # Left out first where a terminal is too narrow.
 _DISPENSABLE = (
+    "network_and_memory_bytes",
+    "peak_device_bytes",
+    "fpr95",
     "memory_bytes",
     "seconds_per_task",
     "forgetting_classic",
     "parameters",
     "memory_images",
+    "auroc",
     "til",
 )
 
@@ -43,46 +47,59 @@ def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> lis
     """One row a run, raw numbers or None: first lower bounds, then continual methods, then upper bounds."""
     if joint is not None and joint not in runs:
         raise TplError(f"There is no run '{joint}' to compare with; there are {', '.join(runs) or 'none'}.")
-    rows = []
-    for name, run in runs.items():
-        values = dict(run.summary)
-        if joint is not None and name != joint:
-            values |= run.against(runs[joint])
-        row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run, joint)}
-        rows.append(row | {column.key: _number(values.get(column.key)) for column in COLUMNS})
+    rows = [
+        run_row(name, run, runs[joint] if joint is not None and name != joint else None)
+        | {"role": role(name, run, joint)}
+        for name, run in runs.items()
+    ]
     return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def run_row(name: str, run: RunResult, bound: RunResult | None = None) -> Row:
+    """The raw numbers of one run or None; forgetting is measured by a joint run, `bound`."""
+    values = numbers(run, bound)
+    row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run)}
+    return row | {column.key: values.get(column.key) for column in COLUMNS}
+
+
+def numbers(run: RunResult, bound: RunResult | None = None) -> dict[str, float | None]:
+    """What a run measured, by the keys of the columns; only finite numbers."""
+    values = dict(run.summary)
+    detection = values.get("detection") or {}
+    values |= {"auroc": detection.get("auroc_pooled"), "fpr95": detection.get("fpr95")}
+    values |= run.against(bound) if bound is not None else {}
+    return {column.key: _number(values.get(column.key)) for column in COLUMNS}
+
+
+def joint_for(run: RunResult, joint: Sequence[RunResult]) -> RunResult | None:
+    """The joint run over the same tasks and images, with the same seed if there is one; None without any."""
+    keys = ("benchmark", "encoder", "classes", "data", "validation")
+    fitting = [j for j in joint if all(j.description.get(key) == run.description.get(key) for key in keys)]
+    same = [j for j in fitting if j.description.get("seed") == run.description.get("seed")]
+    return next(iter(same or fitting), None)
 
 
 def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = None) -> list[Row]:
     """One row a group of runs, e.g. of several class orders and seeds: means, and deviations under `KEY_std`.
 
-    Forgetting is measured against the `joint` run over the same tasks and with the same seed, where each has one.
+    Forgetting is measured against a run of the group `joint` over the same tasks and images, where each run has one.
     """
-    bounds = {_setting(run): run for run in groups.get(joint or "", ())}
+    bounds = list(groups.get(joint or "", ()))
     rows = []
     for name, runs in groups.items():
         if not runs:
             continue
-        found = [
-            dict(run.summary)
-            | (run.against(bounds[_setting(run)]) if name != joint and _setting(run) in bounds else {})
-            for run in runs
-        ]
+        found = [numbers(run, None if name == joint else joint_for(run, bounds)) for run in runs]
         row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
         row["runs"] = len(runs)
         for column in COLUMNS:
-            values = [_number(values.get(column.key)) for values in found]
-            numbers = [value for value in values if value is not None]
-            complete = len(numbers) == len(runs)  # a mean over some of the runs would not say which
-            row[column.key] = float(np.mean(numbers)) if complete else None
+            values = [some for some in (each[column.key] for each in found) if some is not None]
+            complete = len(values) == len(runs)  # a mean over some of the runs would not say which
+            row[column.key] = float(np.mean(values)) if complete else None
             spread = complete and len(runs) > 1 and column.group != COST
-            row[f"{column.key}_std"] = float(np.std(numbers, ddof=1)) if spread else None
+            row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
         rows.append(row)
     return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
-
-
-def _setting(run: RunResult) -> tuple[Any, ...]:
-    return tuple(run.description.get(key) for key in ("benchmark", "order", "seed", "validation"))
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
@@ -105,23 +122,6 @@ def best(rows: Sequence[Row], column: Column) -> set[str]:
         return set()
     winner = max(values.values(), key=lambda row: column.better * row[column.key])
     return {name for name, row in values.items() if column.show(row[column.key]) == column.show(winner[column.key])}
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, the best continual values bold."""
-    columns = columns_of(rows)
-    unit = {ACCURACY: " (%)", FORGETTING: " forgetting (points)"}
-    titles = [column.title + unit.get(column.group, "") for column in columns]
-    lines = [["Method", *titles], [":--", *("--:" for _ in columns)]]
-    winners = {column.key: best(rows, column) for column in columns}
-    for row in rows:
-        name = " ".join(str(row["name"]).split()).replace("\\", "\\\\").replace("|", "\\|")
-        cells = [name if row["role"] == CONTINUAL else f"{name} ({row['role']})"]
-        for column in columns:
-            text = cell(row, column)
-            cells.append(f"**{text}**" if row["name"] in winners[column.key] else text)
-        lines.append(cells)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None = None) -> Table:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tpl.report.columns import percent
 from tpl.report.tables import CONTINUAL, LOWER, UPPER, Row
 
-_FACTS = {"benchmark": "Benchmark", "encoder": "Encoder", "order": "Class order", "seed": "Seed"}
+_FACTS = {
+    "benchmark": "Benchmark",
+    "encoder": "Encoder",
+    "order": "Class order",
+    "seed": "Seed",
+    "precision": "Precision",
+}
+_FEW = 5  # values named before the rest is left out
 
 
 def lead(classes: Sequence[Sequence[str]]) -> str:
@@ -53,14 +60,31 @@ def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def facts(descriptions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What all runs have in common."""
-    common = {}
+    """What the runs have in common, and the few values of what they have not."""
+    found = [("Test images", " or ".join(_distinct(f"{sum(d['test_images']):,}" for d in descriptions)))]
     for key, label in _FACTS.items():
-        values = {fact(description, key) for description in descriptions}
-        if len(values) == 1 and values != {""}:
-            common[label] = values.pop()
-    images = ("Test images", f"{sum(descriptions[0]['test_images']):,}")
-    return [images, *common.items()]
+        values = [value for value in _distinct(fact(description, key) for description in descriptions) if value]
+        if values:
+            plural = label if len(values) == 1 else f"{label}s"
+            found.append((plural, ", ".join(values[:_FEW]) + (", …" if len(values) > _FEW else "")))
+    return found
+
+
+def machines(descriptions: Sequence[Mapping[str, Any]]) -> str:
+    """Where the runs were made."""
+    names = _distinct(str((d.get("environment") or {}).get("device") or "not recorded") for d in descriptions)
+    return ", ".join(names[:_FEW]) + (", …" if len(names) > _FEW else "")
+
+
+def summary(descriptions: Sequence[Mapping[str, Any]]) -> str:
+    """What is on a page with several scenes, in one sentence."""
+    methods, benchmarks, encoders = (
+        len(_distinct(fact(description, key) for description in descriptions))
+        for key in ("method", "benchmark", "encoder")
+    )
+    what = f"{_count(len(descriptions), 'run', 'runs')} of {_count(methods, 'method', 'methods')}"
+    where = f"{_count(benchmarks, 'benchmark', 'benchmarks')} with {_count(encoders, 'encoder', 'encoders')}"
+    return f"{what} on {where}."
 
 
 def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -68,8 +92,17 @@ def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     if any(description.get("validation") for description in descriptions):
         found.append("Measured on images held out from the training data, not on the test set.")
-    if len({json.dumps(description.get("data"), sort_keys=True) for description in descriptions}) > 1:
+    images: dict[str, set[str]] = {}
+    for description in descriptions:
+        tasks = json.dumps([description["classes"], description.get("validation") and description["seed"]])
+        images.setdefault(tasks, set()).add(json.dumps(description.get("data"), sort_keys=True))
+    if any(len(hashes) > 1 for hashes in images.values()):
         found.append("The runs did not use the same images; their numbers are not strictly comparable.")
+    methods: dict[str, set[str]] = {}
+    for description in descriptions:
+        methods.setdefault(str(description["method"]), set()).add(json.dumps(description["classes"]))
+    if len({frozenset(orders) for orders in methods.values()}) > 1:
+        found.append("Not every method was run in the same class orders; differences may be those of the orders.")
     return found
 
 
@@ -81,3 +114,7 @@ def fact(description: Mapping[str, Any], key: str) -> str:
 
 def _count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
+
+
+def _distinct(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))

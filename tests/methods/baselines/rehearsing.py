@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Listener, Objective, Recipe, Samples
 from tpl.methods.parts.network import NetworkMethod
@@ -98,4 +99,6 @@ def tiny_task(number: int, classes: int = 2, per_class: int = 6) -> Task:
 
 
 def tiny_learner(method: str, **options: Any) -> Learner:
-    return Learner(method, device="cpu", **({"latent": 2, "epochs": 1, "batch_size": 8, "memory": 8} | options))
+    return Learner(
+        method, SMALL_VIT, device="cpu", **({"latent": 2, "epochs": 1, "batch_size": 8, "memory": 8} | options)
+    )

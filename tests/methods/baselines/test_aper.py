@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.methods.aper import APER, CosineCrossEntropy
 from tpl.stream import Stream
@@ -18,7 +19,7 @@ OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05}
 def stages(small_stream: Stream) -> list[dict[str, torch.Tensor]]:
     """All that was learned, after every task."""
     found = []
-    learner = Learner("aper", device="cpu", **OPTIONS)
+    learner = Learner("aper", SMALL_VIT, device="cpu", **OPTIONS)
     for task in small_stream:
         learner.method.learn(task)
         found.append({k: v.clone() for k, v in learner.method.state().shared.items()})
@@ -33,7 +34,7 @@ def by_hand(method: APER, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_first_task_adapts_and_nothing_moves_afterwards(stages: list[dict[str, torch.Tensor]]) -> None:
-    fresh = Learner("aper", device="cpu", **OPTIONS).method
+    fresh = Learner("aper", SMALL_VIT, device="cpu", **OPTIONS).method
     assert isinstance(fresh, APER)
     names = ["norms", *(f"adapters.{name}" for name, _ in fresh.network.adapters.named_parameters())]
     before = fresh.state().shared
@@ -41,11 +42,11 @@ def test_the_first_task_adapts_and_nothing_moves_afterwards(stages: list[dict[st
         assert not torch.equal(before[name], stages[0][name]), name
         assert torch.equal(stages[0][name], stages[2][name]), name
     assert torch.equal(stages[0]["sums"], stages[2]["sums"][:2])  # nor do old prototypes
-    assert stages[2]["head_weight"].shape == (0, 128)
+    assert stages[2]["head_weight"].shape == (0, fresh.encoder.dim)
 
 
 def test_prototypes_and_answers_by_hand(small_stream: Stream) -> None:
-    learner = Learner("aper", device="cpu", **OPTIONS)
+    learner = Learner("aper", SMALL_VIT, device="cpu", **OPTIONS)
     method = learner.method
     assert isinstance(method, APER)
     means = []
@@ -63,7 +64,7 @@ def test_prototypes_and_answers_by_hand(small_stream: Stream) -> None:
 
 
 def test_the_heads_length_does_not_count_and_filling_rows_neither() -> None:
-    method = Learner("aper", device="cpu", **OPTIONS).method
+    method = Learner("aper", SMALL_VIT, device="cpu", **OPTIONS).method
     assert isinstance(method, APER)
     method.network.grow(3, torch.Generator().manual_seed(0))
     objective = CosineCrossEntropy(method.network, torch.tensor(4.0))
@@ -79,7 +80,7 @@ def test_the_heads_length_does_not_count_and_filling_rows_neither() -> None:
 
 
 def test_more_images_move_a_prototype_and_a_class_can_go(small_stream: Stream) -> None:
-    learner = Learner("aper", device="cpu", **OPTIONS)
+    learner = Learner("aper", SMALL_VIT, device="cpu", **OPTIONS)
     method = learner.method
     assert isinstance(method, APER)
     first, second = small_stream[:2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED
 from tpl.methods.beef import BEEF, BEEFConfig, BiCompatible, merged
@@ -22,7 +23,7 @@ def seeded(number: int) -> torch.Generator:
 @pytest.fixture(scope="module")
 def method(small_stream: Stream) -> BEEF:
     """One that has learned two tasks of two classes."""
-    learner = Learner("beef", device="cpu", **OPTIONS)
+    learner = Learner("beef", SMALL_VIT, device="cpu", **OPTIONS)
     assert isinstance(learner.method, BEEF)
     for task in (small_stream[0], small_stream[1]):
         learner.learn(task)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED
 from tpl.methods.der import DER, AuxiliaryLoss, aligned, auxiliary_labels
@@ -15,7 +16,7 @@ OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 12}
 
 
 def der(**options: object) -> tuple[Learner, DER]:
-    learner = Learner("der", device="cpu", **(OPTIONS | options))
+    learner = Learner("der", SMALL_VIT, device="cpu", **(OPTIONS | options))
     assert isinstance(learner.method, DER)
     return learner, learner.method
 

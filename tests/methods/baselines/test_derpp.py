@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Event
 from tpl.methods.derpp import DarkExperience, DERpp, DERppConfig
@@ -51,7 +52,9 @@ def test_the_loss_by_hand() -> None:
 
 
 def test_logits_are_those_at_insertion_and_do_not_follow_the_network(small_stream: Stream) -> None:
-    learner = Learner("derpp", device="cpu", epochs=1, **OPTIONS)  # one epoch: all logits are noted at its end
+    learner = Learner(
+        "derpp", SMALL_VIT, device="cpu", epochs=1, **OPTIONS
+    )  # one epoch: all logits are noted at its end
     method = learner.method
     assert isinstance(method, DERpp)
     learner.learn(small_stream[0])
@@ -72,7 +75,7 @@ def test_logits_are_those_at_insertion_and_do_not_follow_the_network(small_strea
 
 def test_logits_come_from_all_over_the_training(small_stream: Stream) -> None:
     """Every stored image has the logits of one of the epochs, and each epoch has some."""
-    learner = Learner("derpp", device="cpu", epochs=3, **OPTIONS)
+    learner = Learner("derpp", SMALL_VIT, device="cpu", epochs=3, **OPTIONS)
     method = learner.method
     assert isinstance(method, DERpp)
     seen: list[torch.Tensor] = []
@@ -91,7 +94,7 @@ def test_logits_come_from_all_over_the_training(small_stream: Stream) -> None:
 
 
 def test_a_task_that_fails_leaves_images_keys_and_logits_as_they_were(small_stream: Stream) -> None:
-    learner = Learner("derpp", device="cpu", epochs=1, **OPTIONS)
+    learner = Learner("derpp", SMALL_VIT, device="cpu", epochs=1, **OPTIONS)
     method = learner.method
     assert isinstance(method, DERpp)
     learner.learn(small_stream[0])

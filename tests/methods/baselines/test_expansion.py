@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Compute, Event
 from tpl.errors import TplError
@@ -18,7 +19,7 @@ CPU = Compute(torch.device("cpu"), bf16=False)
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
-    return create_encoder("compact")
+    return create_encoder(SMALL_VIT)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_copy_shares_no_tensor_and_restart_takes_over_all_of_another(network: 
 def test_a_task_that_is_interrupted_leaves_nothing_and_can_be_learned_again(small_stream: Stream) -> None:
     """The network is rebuilt from the state: as many extractors as tasks, and the same answers afterwards."""
     options = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 12}
-    learners = [Learner("der", device="cpu", **options) for _ in range(2)]
+    learners = [Learner("der", SMALL_VIT, device="cpu", **options) for _ in range(2)]
     for learner in learners:
         learner.learn(small_stream[0])
     images = small_stream[0].test

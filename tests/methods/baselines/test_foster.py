@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Samples, silent
 from tpl.methods.foster import FOSTER, Boosting, balanced_distillation, effective_weights, expanded, times_seen
@@ -15,7 +16,7 @@ OPTIONS = {"latent": 8, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 12}
 
 
 def foster(**options: object) -> tuple[Learner, FOSTER]:
-    learner = Learner("foster", device="cpu", **(OPTIONS | options))
+    learner = Learner("foster", SMALL_VIT, device="cpu", **(OPTIONS | options))
     assert isinstance(learner.method, FOSTER)
     return learner, learner.method
 
@@ -88,7 +89,7 @@ def test_boosting_moves_the_new_extractor_and_nothing_old(boosted: tuple[FOSTER,
 
 
 def test_the_compressed_network_answers_as_the_two_that_taught_it(small_stream: Stream) -> None:
-    learner, method = foster(epochs=2, compression=2.0, compression_beta=0.0)
+    learner, method = foster(epochs=4, compression=2.0, compression_beta=0.0)
     learner.learn(small_stream[0])
     task = small_stream[1]
     pixels = torch.cat([method.preprocess.batch(small_stream[t].test)[::2] for t in (0, 1)])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import silent
 from tpl.methods.hal import HAL, Anchoring, HALConfig, make_anchors
@@ -121,7 +122,7 @@ def test_anchors_are_what_will_be_forgotten(gamma: float) -> None:
 
 def test_anchors_of_a_learned_stream(small_stream: Stream) -> None:
     options: dict[str, Any] = {"latent": 8, "epochs": 1, "batch_size": 12, "lr": 0.05, "memory": 48}
-    learner = Learner("hal", device="cpu", anchor_steps=10, anchor_mean=0.0, **options)
+    learner = Learner("hal", SMALL_VIT, device="cpu", anchor_steps=10, anchor_mean=0.0, **options)
     method = learner.method
     assert isinstance(method, HAL)
     learner.learn(small_stream[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.l2p import L2P, PromptLoss, choose
@@ -16,7 +17,7 @@ OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "pool": 6, "length": 2, "c
 
 
 def new_method(**options: object) -> L2P:
-    method = Learner("l2p", device="cpu", **(OPTIONS | options)).method
+    method = Learner("l2p", device="cpu", **({"encoder": SMALL_VIT} | OPTIONS | options)).method
     assert isinstance(method, L2P)
     return method
 
@@ -35,9 +36,10 @@ def test_prompts_are_chosen_as_by_brute_force() -> None:
         assert similarity[row].tolist() == pytest.approx([cosines[m] for m in best], abs=1e-6)
 
 
-def test_prompts_pass_through_timms_own_blocks() -> None:
-    method = new_method()
-    vit, images, prompts = method.encoder.vit, random(2, 3, 32, 32), random(2, 4, 128, seed=1)
+@pytest.mark.parametrize("encoder", [SMALL_VIT, "compact"])
+def test_prompts_pass_through_timms_own_blocks(encoder: str) -> None:
+    method = new_method(encoder=encoder)
+    vit, images, prompts = method.encoder.vit, random(2, 3, 32, 32), random(2, 4, method.encoder.dim, seed=1)
     with torch.no_grad():
         tokens = torch.cat([prompts, vit._pos_embed(vit.patch_embed(images))], dim=1)
         expected = vit.norm(vit.blocks(tokens))[:, :4].mean(dim=1)
@@ -75,7 +77,7 @@ def test_the_loss_by_hand() -> None:
 
 
 def test_an_answer_does_not_depend_on_the_batch_and_the_trunk_does_not_move(small_stream: Stream) -> None:
-    learner = Learner("l2p", device="cpu", **OPTIONS)
+    learner = Learner("l2p", SMALL_VIT, device="cpu", **OPTIONS)
     method = learner.method
     assert isinstance(method, L2P)
     trunk = {k: v.clone() for k, v in method.encoder.state_dict().items()}
@@ -93,13 +95,13 @@ def test_an_answer_does_not_depend_on_the_batch_and_the_trunk_does_not_move(smal
 
 
 def test_a_class_can_go(small_stream: Stream) -> None:
-    learner = Learner("l2p", device="cpu", **OPTIONS)
+    learner = Learner("l2p", SMALL_VIT, device="cpu", **OPTIONS)
     learner.learn(small_stream[0])
     pixels = learner.prepare(small_stream[0].train)[::6]
     before = learner.method.log_probabilities(pixels)
     learner.learn(small_stream[1]).remove("class 0")
     assert isinstance(learner.method, L2P)
-    assert learner.method.pool.head_weight.shape == (3, 128)
+    assert learner.method.pool.head_weight.shape == (3, learner.method.encoder.dim)
     assert learner.method.log_probabilities(pixels).shape == (len(before), 3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.owm import OWM, ProjectedCrossEntropy, layers_of, take_up
@@ -26,7 +27,7 @@ def identity(*stack: int, size: int) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def learned(small_stream: Stream) -> Learner:
     """A learner with one task behind it, and little tolerance for its inputs."""
-    learner = Learner("owm", device="cpu", alpha=1e-6, alpha_head=1e-6, **OPTIONS)
+    learner = Learner("owm", SMALL_VIT, device="cpu", alpha=1e-6, alpha_head=1e-6, **OPTIONS)
     learner.method.learn(small_stream[0])
     return learner
 
@@ -70,7 +71,7 @@ def test_inputs_are_those_of_the_encoders_own_pass(learned: Learner, monkeypatch
     monkeypatch.setattr(encoder_module, "adapt", spy)
     with torch.no_grad():
         features = method.network.features(method.normalise(pixels))
-    assert len(seen) == 12
+    assert len(seen) == 2 * len(method.encoder.vit.blocks) == 4
     for name, place in (("down", 0), ("up", 1)):
         expected = torch.stack([pair[place] for pair in seen]).double()
         torch.testing.assert_close(found[name][0], expected, rtol=1e-4, atol=1e-5)
@@ -128,4 +129,4 @@ def test_projectors_close_and_norms_stay(learned: Learner, small_stream: Stream)
 
 def test_weight_decay_is_refused() -> None:
     with pytest.raises(TplError, match="past the projector"):
-        Learner("owm", device="cpu", weight_decay=1e-4)
+        Learner("owm", SMALL_VIT, device="cpu", weight_decay=1e-4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.methods.pass_ import PASS, PassLoss, noisy, rotated, rotated_labels, spread
 from tpl.stream import Stream
@@ -24,7 +25,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def learned(small_stream: Stream) -> Learner:
-    learner = Learner("pass", device="cpu", **OPTIONS)
+    learner = Learner("pass", SMALL_VIT, device="cpu", **OPTIONS)
     for task in small_stream[:2]:
         learner.method.learn(task)
     return learner
@@ -116,7 +117,7 @@ def test_prototypes_are_class_means_and_stay(learned: Learner, small_stream: Str
     torch.testing.assert_close(method.prototypes[2:], expected)
     old, radius = method.prototypes.clone(), method.radius.clone()
     assert radius > 0
-    again = Learner("pass", device="cpu", **OPTIONS).method
+    again = Learner("pass", SMALL_VIT, device="cpu", **OPTIONS).method
     assert isinstance(again, PASS)
     again.learn(small_stream[0])
     assert torch.equal(old[:2], again.prototypes) and torch.equal(radius, again.radius)  # the second task moved neither
@@ -135,7 +136,7 @@ def test_answers_come_from_upright_classes(learned: Learner, small_stream: Strea
 
 
 def test_a_class_can_go(small_stream: Stream) -> None:
-    learner = Learner("pass", device="cpu", **OPTIONS)
+    learner = Learner("pass", SMALL_VIT, device="cpu", **OPTIONS)
     learner.learn(small_stream[0]).learn(small_stream[1])
     method = learner.method
     assert isinstance(method, PASS)

@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator
 from sklearn.covariance import empirical_covariance
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
+from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.slda import SLDA, Discriminant
@@ -72,7 +73,7 @@ def test_one_image_a_class_is_the_nearest_mean() -> None:
 
 
 def test_the_method_analyses_the_frozen_encoders_features(small_stream: Stream) -> None:
-    learner = Learner("slda", device="cpu", shrinkage=SHRINKAGE)
+    learner = Learner("slda", SMALL_VIT, device="cpu", shrinkage=SHRINKAGE)
     z, y = [], []
     for t, task in enumerate(small_stream):
         learner.learn(task, held_out=0)
@@ -88,7 +89,7 @@ def test_the_method_analyses_the_frozen_encoders_features(small_stream: Stream) 
 
 def test_more_images_of_known_classes_join_and_a_class_can_go(small_stream: Stream) -> None:
     first = small_stream[0]
-    whole, parts = Learner("slda", device="cpu"), Learner("slda", device="cpu")
+    whole, parts = Learner("slda", SMALL_VIT, device="cpu"), Learner("slda", SMALL_VIT, device="cpu")
     assert isinstance(whole.method, SLDA) and isinstance(parts.method, SLDA)
     whole.learn(first, held_out=0)
     images, names = (
@@ -100,10 +101,10 @@ def test_more_images_of_known_classes_join_and_a_class_can_go(small_stream: Stre
         one, two = getattr(whole.method.analysis, name), getattr(parts.method.analysis, name)
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-4)
     parts.learn(small_stream[1]).remove(first.classes[0])
-    assert parts.method.analysis.means.shape == (3, 128)
+    assert parts.method.analysis.means.shape == (3, parts.method.encoder.dim)
     assert parts.predict(first.train)[-1] == first.classes[1]
 
 
 def test_too_much_shrinkage_is_explained() -> None:
     with pytest.raises(TplError, match="shrinkage must be at most 1"):
-        Learner("slda", device="cpu", shrinkage=2.0)
+        Learner("slda", SMALL_VIT, device="cpu", shrinkage=2.0)

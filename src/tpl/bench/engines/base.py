@@ -1,7 +1,8 @@
 """The seam between a suite and what carries out its runs.
 
 A suite hands over jobs, which are plain data, and hears events, which are plain data too. An engine therefore may be
-processes on this machine, or on many. Results do not travel: they lie in the run directories.
+processes on this machine, or on many. Results are no events: they lie in the run directories, where an engine whose
+workers are elsewhere puts them before it tells of them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ class Job:
     name: str  # tells jobs of a suite apart
     directory: str
     spec: dict[str, Any]  # the fields of a RunSpec, as JSON has them
+    track: list[str] = field(default_factory=list)  # trackers that hear of the run
 
     @classmethod
-    def of(cls, spec: RunSpec, place: Path) -> Job:
+    def of(cls, spec: RunSpec, place: Path, track: Sequence[str] = ()) -> Job:
         """The job of making a run in a directory. Its paths hold whatever the current folder of a worker is."""
         content = dataclasses.asdict(spec)
         for name in _PATHS:
             content[name] = None if content[name] is None else str(content[name].expanduser().absolute())
-        return cls(place.name, str(place.absolute()), content)
+        return cls(place.name, str(place.absolute()), content, list(track))
 
     def run_spec(self) -> RunSpec:
         """What to run."""
@@ -75,6 +77,7 @@ class Engine(ABC):
     """Carries out jobs, several at a time."""
 
     name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()  # what else it can be told, beside the device and how many workers
 
     @abstractmethod
     def slots(self, jobs: int) -> int:

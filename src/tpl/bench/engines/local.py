@@ -16,10 +16,10 @@ from typing import ClassVar
 from tpl.bench.engines.base import ATTEMPTS, FAILED, FINISHED, RETRIED, STARTED, Engine, Job, JobEvent
 from tpl.bench.engines.process import LOG, start, without_interrupts
 from tpl.bench.engines.work import CarryOut, carry_out
+from tpl.cluster import THREADS
 from tpl.errors import TplError
 
 MOST_ON_CPU = 8  # each takes the memory of a whole run
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GRACE = 10.0  # seconds for a process to be gone
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -69,27 +70,36 @@ def without_interrupts() -> Iterator[None]:
 
 def _work(text: str, carry_out: CarryOut, mouth: Connection) -> None:
     job = Job.from_json(text)
-    _keep_output(Path(job.directory))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tell(kind: str, data: dict[str, Any]) -> None:
         mouth.send_bytes(json.dumps({"kind": kind, "data": data}).encode())
 
-    carry_out(job, tell)
-    mouth.close()
-    os._exit(0)  # threads of libraries may still be at work; the run is on disk
+    with output_kept(Path(job.directory)):
+        carry_out(job, tell)
+        mouth.close()
+        os._exit(0)  # threads of libraries may still be at work; the run is on disk
 
 
-def _keep_output(place: Path) -> None:
-    """Whatever is printed goes into a file: the terminal is the suite's."""
+@contextmanager
+def output_kept(place: Path) -> Iterator[None]:
+    """Whatever is printed meanwhile goes into a file: the terminal is the suite's."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         log = os.open(place / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # the run will say what is wrong with its directory
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    before = [os.dup(stream) for stream in (1, 2)]
+    for stream in (1, 2):
+        os.dup2(log, stream)
     os.close(log)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for stream, old in enumerate(before, start=1):
+            os.dup2(old, stream)
+            os.close(old)
 
 
 def _end_with_parent() -> None:

@@ -36,7 +36,7 @@ def carry_out(job: Job, tell: Tell) -> None:
         tell(event.kind, event.data)
 
     try:
-        execute(job.run_spec(), Path(job.directory), resume=True, listen=listen)
+        execute(job.run_spec(), Path(job.directory), resume=True, listen=listen, track=job.track)
     except TplError as error:
         tell(FAILED, {"error": str(error), "final": True})
     except Exception as error:

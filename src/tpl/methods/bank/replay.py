@@ -15,6 +15,7 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
+from tpl.methods.bank.asking import Question
 from tpl.methods.bank.bank import Bank, BankMethod, HeldOut, Outputs, TaskModel
 from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.protect import ProtectConfig
@@ -55,6 +56,15 @@ class MemoryBank(BankMethod):
         self.held_: list[HeldOut] = []
         self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
 
+    def check_splits(self) -> None:
+        """As every method; and the training technique has a say."""
+        super().check_splits()
+        if not self.bank.technique.splits:
+            raise TplError(
+                f"technique={self.bank.technique.name} looks at a whole batch, so several processes cannot share one. "
+                "Start one process, or choose another technique."
+            )
+
     @property
     def memory_budget(self) -> int:
         """How many images the memory may keep."""
@@ -93,8 +103,8 @@ class MemoryBank(BankMethod):
         if self.outputs_are_final:
             rows = kept.to(self.compute.device)
             fresh = pixels[len(kept) :]
-            for t, seen in enumerate(self.memory_outputs_):
-                new = self.outputs_of(t, fresh)
+            told = self.answers(fresh, [Question(t) for t in range(len(self.memory_outputs_))])
+            for t, (seen, new) in enumerate(zip(self.memory_outputs_, told, strict=True)):
                 self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(seen, new, strict=True)))
         else:
             self.memory_outputs_ = []

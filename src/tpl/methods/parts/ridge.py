@@ -46,7 +46,8 @@ class RandomRidge:
         width, device = projection.shape[1], projection.device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
-        self.strength, self.settled = STRENGTHS[-1], False  # whether it was chosen
+        self.strength = STRENGTHS[-1]
+        self.samples, self.chosen_at = 0, 0  # taken up in all, and when the strength was last chosen
         self.temperature = 1.0
         self.weights = self.sums
 
@@ -96,6 +97,7 @@ class RandomRidge:
         missing = int(y.max()) + 1 - self.classes if len(y) else 0
         if missing > 0:
             self.sums = F.pad(self.sums, (0, missing))
+        self.samples += len(y)
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             h = self.hidden(part)
             self.gram += h.T @ h
@@ -104,8 +106,8 @@ class RandomRidge:
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
         """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy.
 
-        `inside`: the samples were taken up already. All strengths are tried at first, then the neighbours of the last:
-        it moves slowly as samples come in. Gives the classifier that came with the choice.
+        `inside`: the samples were taken up already. All strengths are tried at first. It moves slowly as samples come
+        in: later its neighbours are tried, each time these have doubled. Gives the classifier that came with it.
         """
         hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
         target = F.one_hot(y, self.classes).double()
@@ -120,16 +122,19 @@ class RandomRidge:
                 tried[strength] = float((answer - target).square().mean()), answer, weights
         if not tried:
             return None
-        self.strength, self.settled = min(tried, key=lambda strength: tried[strength][0]), True
+        self.strength = min(tried, key=lambda strength: tried[strength][0])
+        if len(tried) > 1:
+            self.chosen_at = self.samples
         _, answer, weights = tried[self.strength]
         self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(answer / t, y)))
         return weights
 
     def _candidates(self) -> tuple[float, ...]:
-        if not self.settled:
+        if not self.chosen_at:
             return STRENGTHS
         place = STRENGTHS.index(self.strength)
-        return STRENGTHS[max(place - 1, 0) : place + 2]
+        step = 1 if self.samples >= 2 * self.chosen_at else 0
+        return STRENGTHS[max(place - step, 0) : place + step + 1]
 
     def _solve(self) -> None:
         """The classifier of all that was taken up."""
@@ -160,9 +165,13 @@ class RandomRidge:
     def state(self) -> dict[str, Tensor]:
         """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
-        chosen = torch.tensor([self.strength, self.temperature, self.settled], dtype=torch.float64)
+        chosen = [self.strength, self.temperature, self.samples, self.chosen_at]
         sums = {"gram": self.gram[rows, columns], "sums": self.sums}
-        return {"projection": self.projection, "weights": self.weights, "chosen": chosen} | sums
+        return {
+            "projection": self.projection,
+            "weights": self.weights,
+            "chosen": torch.tensor(chosen, dtype=torch.float64),
+        } | sums
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> Self:
@@ -172,8 +181,9 @@ class RandomRidge:
         ridge.gram[rows, columns] = state["gram"]
         ridge.gram += ridge.gram.triu(1).T
         ridge.sums, ridge.weights = state["sums"], state["weights"]
-        ridge.strength, ridge.temperature, *settled = state["chosen"].tolist()
-        ridge.settled = settled == [1.0]  # early versions did not say
+        ridge.strength, ridge.temperature, *counts = state["chosen"].tolist()
+        if len(counts) == 2:  # early versions did not count
+            ridge.samples, ridge.chosen_at = map(int, counts)
         return ridge
 
 

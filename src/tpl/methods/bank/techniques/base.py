@@ -22,6 +22,7 @@ class Technique:
     name: ClassVar[str] = "none"
     summary: ClassVar[str] = "plain cross-entropy"
     paper: ClassVar[str] = ""
+    splits: ClassVar[bool] = True  # False: rows of a batch meet, or have random numbers by their place in it
     outliers: ClassVar[bool] = False  # whether as many images of earlier tasks come after the new ones, from the memory
 
     def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:

@@ -18,6 +18,7 @@ class CutMix(Technique):
     paper = (
         "Yun et al., CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features, ICCV 2019"
     )
+    splits = False
 
     size = (0, 0)  # of the images that were mixed last: `loss` is not shown them
 

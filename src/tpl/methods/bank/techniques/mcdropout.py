@@ -24,6 +24,7 @@ class MCDropout(Technique):
         "Gal and Ghahramani, Dropout as a Bayesian Approximation: Representing Model Uncertainty in Deep Learning, "
         "ICML 2016"
     )
+    splits = False
 
     @property
     def numbers(self) -> int:

@@ -21,6 +21,7 @@ class Mixup(Technique):
     name = "mixup"
     summary = "weighted means of two images and of their labels"
     paper = "Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018"
+    splits = False
 
     def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
         super().__init__(own, dim, batch, device)

@@ -33,6 +33,7 @@ class VOS(Technique):
     name = "vos"
     summary = "unlikely points of the classes' Gaussians as virtual outliers"
     paper = "Du et al., VOS: Learning What You Don't Know by Virtual Outlier Synthesis, ICLR 2022"
+    splits = False
 
     queue_size = 200  # latest features kept of every class; nothing is synthesised before all are there
 

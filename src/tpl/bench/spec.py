@@ -1,0 +1,82 @@
+"""What to run: a benchmark, a method, an encoder, and every setting that can change a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpl.bench.benchmarks import Benchmark, find_benchmark
+from tpl.learner import Learner
+from tpl.methods import find_method
+from tpl.nets import is_resnet
+from tpl.nets.compact import NAME as COMPACT
+from tpl.stream import Stream
+
+ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
+SMALL = "small"  # in the place of a memory's size: that of the paper's small-buffer experiments
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What to run. Everything that can change a number is in here."""
+
+    benchmark: str
+    method: str = "tpl"
+    encoder: str = COMPACT
+    weights: Path | None = None
+    data: Path | None = None
+    download: bool = False
+    order: str = "natural"
+    seed: int = 0
+    per_task: int | tuple[int, ...] | None = None  # classes a task; None = the benchmark's own
+    tasks: int | None = None
+    validation: float | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    compile: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def all_options(self) -> dict[str, Any]:
+        """The benchmark's options for this method and encoder, overridden by those given."""
+        config = find_method(self.method).config_class
+        fields = {f.name for f in dataclasses.fields(config)}
+        benchmark = self._benchmark()
+        scratch = benchmark.from_scratch if is_resnet(self.encoder) else {}
+        prescribed = benchmark.options | benchmark.by_method.get(self.method, {}) | scratch
+        merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
+        if merged.get("memory") == SMALL:
+            merged["memory"] = benchmark.smaller_memory()
+        return config.parse(merged).to_dict()
+
+    def stream(self) -> Stream:
+        """The benchmark's tasks as this run meets them."""
+        return self._benchmark().stream(
+            self.data, self.order, self.download, self.per_task, self.tasks, self.validation, self.seed
+        )
+
+    def learner(self) -> Learner:
+        """A learner that knows nothing yet."""
+        return Learner(
+            self.method,
+            self.encoder,
+            self.weights,
+            self.device,
+            self.precision,
+            self.seed,
+            self.compile,
+            **self.all_options(),
+        )
+
+    def directory_name(self) -> str:
+        """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
+        content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ELSEWHERE}
+        content["options"] = json.dumps(self.all_options(), sort_keys=True)
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")
+
+    def _benchmark(self) -> Benchmark:
+        return find_benchmark(self.benchmark)

@@ -1,0 +1,188 @@
+"""Many tasks asked at once: what a loop over tasks says, to rounding, and the same bits in any company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_data_config
+from torch import Tensor, nn
+
+from tpl.engine import choose_compute
+from tpl.methods.bank import Bank, Question
+from tpl.methods.bank.asking import InRows, OnCPU, OneByOne, Piece, _grouped
+from tpl.methods.bank.protect import ProtectConfig
+from tpl.nets import Encoder, ResNetEncoder, ViTEncoder, create_encoder
+from tpl.stream.preprocess import Preprocess
+
+TASKS = 3
+
+
+def small_vit(**changes: Any) -> ViTEncoder:
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0, **changes)
+    return ViTEncoder(vit, "small", "0" * 64, resolve_data_config(model=vit))
+
+
+def new_bank(encoder: Encoder, device: str = "cpu", precision: str = "fp32", **options: Any) -> Bank:
+    """Random tasks: masks, norms and heads of their own."""
+    compute, generator = choose_compute(device, precision, "off"), torch.Generator().manual_seed(0)
+    normalise = Preprocess(encoder.data_config).normaliser(compute.device, compute.dtype)
+    bank = Bank(encoder.to(compute.device), ProtectConfig(latent=16, **options), compute, normalise, generator)
+    for _ in range(TASKS):
+        add_task(bank, generator)
+    return bank
+
+
+def add_task(bank: Bank, generator: torch.Generator) -> None:
+    model = bank.new_task(3, 4, generator)
+    with torch.no_grad():
+        model.norms.mul_(1 + 0.2 * torch.rand(model.norms.shape, generator=generator).to(model.norms.device))
+    if bank.config.protect == "supsup":
+        kept = bank.protection.kept(bank.adapters.weights, model.embedding.detach())
+        model.embedding = nn.Parameter(kept, requires_grad=False)
+    bank.add(model)
+
+
+def some_pixels(count: int, size: int = 32) -> Tensor:
+    shape = (count, 3, size, size)
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def by_loop(bank: Bank, pixels: Tensor) -> list[Tensor]:
+    """One plain forward pass a task."""
+    with torch.no_grad():
+        images = bank.normalise(pixels.to(bank.compute.device))
+        pairs = enumerate(bank.tasks)
+        return [bank.encoder(images, own.norms, bank.weights(t), dtype=bank.compute.dtype) for t, own in pairs]
+
+
+def by_bank(bank: Bank, pixels: Tensor) -> list[Tensor]:
+    return [outputs.features for outputs in bank.answers(pixels, [Question(t) for t in range(len(bank.tasks))])]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], precision: float = 1e-5) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).abs().max() / b.abs().max()) < precision
+
+
+@pytest.fixture(scope="module")
+def compact() -> Bank:
+    return new_bank(create_encoder("compact"))
+
+
+@pytest.fixture(scope="module")
+def pixels() -> Tensor:
+    return some_pixels(261)  # two blocks of images, the second no multiple of four
+
+
+def test_every_task_says_what_it_says_in_a_loop(compact: Bank, pixels: Tensor) -> None:
+    assert isinstance(compact._ask, OnCPU)
+    found = by_bank(compact, pixels[:21])
+    assert_close(found, by_loop(compact, pixels[:21]))
+    assert float((found[0] - found[1]).abs().max()) > 0.1  # each by its own model
+
+
+@pytest.mark.parametrize("how", [OnCPU, InRows])
+@pytest.mark.parametrize("options", [{"protect": "supsup"}, {"masks": "soft"}])
+def test_with_other_masks_too(how: type[OnCPU | InRows], options: dict[str, Any], pixels: Tensor) -> None:
+    encoder = create_encoder("compact")
+    assert isinstance(encoder, ViTEncoder)
+    bank = new_bank(encoder, **options)
+    bank._ask = how(bank, encoder)
+    assert_close(by_bank(bank, pixels[:5]), by_loop(bank, pixels[:5]))
+
+
+def test_a_pair_has_the_same_bits_in_any_company(compact: Bank, pixels: Tensor) -> None:
+    together = by_bank(compact, pixels)
+    assert torch.equal(compact.outputs(pixels, 1).features, together[1])
+    for i in (0, 7, 255, 260):
+        alone = pixels[i : i + 1]
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(by_bank(compact, alone), together, strict=True))
+        assert torch.equal(compact.outputs(alone, 1).features[0], together[1][i])
+    rows = [torch.tensor([3, 4, 200, 258]), torch.tensor([], dtype=torch.long), torch.tensor([260])]
+    asked = compact.answers(pixels, [Question(t, own) for t, own in enumerate(rows)])
+    assert all(torch.equal(seen.features, together[t][rows[t]]) for t, seen in enumerate(asked))
+    assert [len(seen.logits) for seen in asked] == [4, 0, 1]
+
+
+def test_no_images_are_no_answers(compact: Bank, pixels: Tensor) -> None:
+    (seen,) = compact.answers(pixels[:0], [Question(1)])
+    assert seen.features.shape == (0, 128) and seen.logits.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "how"),
+    [
+        ({"init_values": 0.3}, OnCPU),  # layer scales
+        ({"global_pool": "avg"}, OnCPU),  # all tokens count to the end
+        ({"qkv_bias": False, "reg_tokens": 2}, OnCPU),
+        ({"qk_norm": True}, InRows),  # blocks that are not standard are asked as they are
+    ],
+)
+def test_other_transformers(changes: dict[str, Any], how: type) -> None:
+    bank = new_bank(small_vit(**changes))
+    assert type(bank._ask) is how
+    pixels = some_pixels(5)
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+
+
+def test_rows_that_gather_norms_and_masks_are_those_of_the_loop(pixels: Tensor) -> None:
+    """What a GPU does, less the recording."""
+    encoder = small_vit()
+    bank = new_bank(encoder)
+    bank._ask = InRows(bank, encoder)
+    assert_close(by_bank(bank, pixels[:90]), by_loop(bank, pixels[:90]))  # 270 pairs: two passes
+
+
+def test_a_network_from_scratch_is_asked_task_by_task() -> None:
+    bank = new_bank(ResNetEncoder(8))
+    for model in bank.tasks:
+        model.embedding.add_(1)  # more units open: something must come through untrained kernels
+    assert isinstance(bank._ask, OneByOne)
+    pixels = some_pixels(8)
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+    (some,) = bank.answers(pixels, [Question(2, torch.tensor([1, 5]))])
+    torch.testing.assert_close(some.features, by_bank(bank, pixels)[2][[1, 5]])
+
+
+@pytest.mark.parametrize("how", [OnCPU, InRows])
+def test_what_was_prepared_follows_every_change_of_a_task(how: type[OnCPU | InRows]) -> None:
+    encoder, pixels = small_vit(), some_pixels(4)
+    bank = new_bank(encoder)
+    bank._ask = how(bank, encoder)
+    by_bank(bank, pixels)
+    with torch.no_grad():
+        bank.adapters.down_weight.mul_(3)
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+    with torch.no_grad():
+        bank.tasks[1].norms.mul_(1.5)
+        bank.tasks[2].embedding.neg_()
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+    bank.retire(0)
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+    add_task(bank, torch.Generator().manual_seed(5))
+    assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
+
+
+def test_passes_are_filled_up_and_nothing_is_lost() -> None:
+    pieces = [Piece(0, 0, torch.arange(5)), Piece(1, 2, torch.arange(3)), Piece(2, 1, torch.arange(1))]
+    groups = [[(p.number, p.task, p.rows.tolist()) for p in group] for group in _grouped(pieces, 4)]
+    assert groups == [[(0, 0, [0, 1, 2, 3])], [(0, 0, [4]), (1, 2, [0, 1, 2])], [(2, 1, [0])]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("protect", ["hat", "supsup"])
+def test_on_a_gpu_too_a_pair_has_the_same_bits_in_any_company(precision: str, protect: str, pixels: Tensor) -> None:
+    bank = new_bank(create_encoder("compact"), "cuda", precision, protect=protect)
+    together = by_bank(bank, pixels)
+    assert_close(together, by_loop(bank, pixels), 1e-3 if precision == "fp32" else 0.05)
+    for t in range(TASKS):
+        assert torch.equal(bank.outputs(pixels, t).features, together[t])
+    assert all(torch.equal(a[0], b[258]) for a, b in zip(by_bank(bank, pixels[258:259]), together, strict=True))
+    rows = torch.tensor([0, 9, 260])
+    (some,) = bank.answers(pixels, [Question(1, rows)])
+    assert torch.equal(some.features, together[1][rows.cuda()])
