@@ -35,9 +35,7 @@ def exportable(learner: Learner) -> TPL:
             "Change that first, in Python: learner.method.rescore(passes='all'), then learner.save(...)."
         )
     if isinstance(method, TPLPlus) and method.view_ is not None:
-        raise TplError(
-            "All classes of this model's first task were removed; a graph has no place for what is left."
-        )
+        raise TplError("All classes of this model's first task were removed; a graph has no place for what is left.")
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
     if not method.classes_:
