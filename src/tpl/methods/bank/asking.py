@@ -2,7 +2,7 @@
 
 What all tasks see alike, the patches of an image, is computed once. Then as many pairs share a pass as the memory
 likes. On a GPU every pass has the same number of rows, whichever pairs they are, and is the replay of one recording; on
-a CPU a pass has as many as its caches hold. Either way a pair's answer has the same bits in any company.
+a CPU a pass has as many as keep it busy. Either way a pair's answer has the same bits in any company.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tpl.methods.bank.bank import Bank
 
 ROWS = 256  # of a pass on a GPU
-TOKENS = 4096  # of a pass on a CPU: what lies between two layers then stays in its caches
+TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
 
 
 class Question(NamedTuple):
@@ -128,7 +128,7 @@ class OnCPU(Shared):
         self._tasks: dict[int, tuple[Stamp, TurnedTask]] = {}
 
     def passes(self, pieces: list[Piece], tokens: int) -> Iterator[list[Piece]]:
-        """As many rows as the caches hold."""
+        """As many rows as keep all threads busy."""
         return _grouped(pieces, max(TOKENS // tokens, 1))
 
     def ask(self, tokens: Tensor, pieces: list[Piece]) -> Tensor:
