@@ -210,9 +210,11 @@ def test_what_a_machine_lacks_is_named(cluster: Any, tmp_path: Path) -> None:
 def test_ctrl_c_ends_all_and_ray_says_nothing(cluster: Any, tmp_path: Path) -> None:
     (job,) = jobs_in(tmp_path, {"a": ["die", "wait"]})
     program = """
+import signal
 import sys
 import light_jobs
 from tpl.bench.engines import Job, create_engine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job of a shell it is ignored
 engine = create_engine("ray", "cpu", None, address=sys.argv[1])
 engine.carry_out = light_jobs.carry_out
 try:
