@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from browser import CHROMIUM, Browser
 
+from browser import CHROMIUM, Browser
 from conftest import archive, classes, digit, workers
 from tpl import Learner
 from tpl.cli import app as commands
