@@ -2,9 +2,10 @@
 
     P(class | x) ~ P_bank(class | x) * P_global(class | x)^w
 
-The bank knows each task well and the others little; the global expert (RanPAC's classifier on the encoder's own
-features) knows all classes a little. What they get wrong differs, so their product is better than either. The expert
-also says, for one pass of the encoder, which tasks are worth asking at all (`passes`).
+The bank knows each task well and the others little; the global expert (RanPAC's classifier) knows all classes a little.
+What they get wrong differs, so their product is better than either. The expert sees the encoder's own features, and
+those under the first task's model, which are nearer to the images at hand and never change. It also says which tasks
+are worth asking at all (`passes`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TPLPlus(TPL):
     """TPL's bank with a global expert as prior."""
 
     name = "tpl-plus"
-    summary = "TPL times a global ridge classifier on the encoder's own features, which also picks the tasks to ask"
+    summary = "TPL times a global ridge classifier over all classes, which also picks the tasks to ask"
     keeps = "what tpl and ranpac keep"
     cost = "as tpl, and one forward pass an image, once; a pass a task asked and answer, and one more"
     config_class = PlusConfig
