@@ -15,6 +15,7 @@ from tpl.bench.run import RunSpec, execute, execute_together
 from tpl.engine import Event
 from tpl.errors import TplError
 from tpl.learner import Learner
+from tpl.methods.bank import BankMethod
 
 OPTIONS = {"latent": 8, "epochs": 1, "memory": 20}
 SPEC = RunSpec("digits-5t", encoder=SMALL_VIT, tasks=2, validation=0.5, options=OPTIONS, device="cpu")
@@ -76,3 +77,18 @@ def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> Non
     with pytest.raises(TplError, match="learning rate"):
         execute_together(bad, places)
     assert execute(bad[0], places[0], resume=True).summary["last"] > 0.3
+
+
+def test_methods_on_equal_banks_ask_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[BankMethod] = []
+    answers = BankMethod.answers
+    monkeypatch.setattr(BankMethod, "answers", lambda self, *given: asked.append(self) or answers(self, *given))
+    twins = [SPEC, replace(SPEC, method="row")]
+    results = execute_together(twins, [tmp_path / "0", tmp_path / "1"])
+    for spec, result in zip(twins, results, strict=True):
+        count = len(asked)
+        alone = execute(spec, tmp_path / f"{spec.method} alone")
+        np.testing.assert_array_equal(result.matrices["cil"], alone.matrices["cil"])
+        more = len(asked) - count
+        together = sum(type(method) is type(asked[-1]) for method in asked[:count])
+        assert together == more if spec.method == "tpl" else together < more

@@ -14,7 +14,7 @@ from tpl.bench import metrics
 from tpl.methods import Method
 from tpl.methods.bank import BankMethod, Outputs, Question
 from tpl.methods.base import task_of_class
-from tpl.stream import ImageSet, Stream
+from tpl.stream import ImageSet, Stream, fingerprint
 
 PROBE = 256  # test images of a task that its features' drift is measured on
 
@@ -43,14 +43,19 @@ class Evaluator:
         self.common: list[Tensor | None] = []  # what a method sees of each task's test images beside its models
         self.learned: list[Tensor] = []  # the features of some test images as each task's model saw them at first
         self.task_of_class = task_of_class([task.classes for task in stream])
+        self.beside: Sequence[Evaluator] = ()  # of runs in step with this one, which measure before it
 
     def stage(self, upto: int) -> StageResult:
         """Accuracies on tasks 0..`upto`, which the method has learned."""
         seen = len(self.pixels)
+        twin = self._twin(upto)
         while len(self.pixels) <= upto:
             images = self.stream[len(self.pixels)].test
             assert images is not None  # Benchmark.stream sees to it
-            self.pixels.append(self._prepare(images))
+            self.pixels.append(self._prepare(images) if twin is None else twin.pixels[len(self.pixels)])
+        if twin is not None:
+            self.known = list(twin.known)
+            seen = upto + 1
         answers, scores = self._ask(seen)
         sizes = [len(pixels) for pixels in self.pixels]
         rows = [
@@ -65,6 +70,22 @@ class Evaluator:
         confusion = task_confusion(answers, labels, self.task_of_class[: answers.shape[1]])
         known = class_accuracy(answers, labels)
         return StageResult(cil, til, tp, detection, self._passes(), self._drift(), confusion, known)
+
+    def _twin(self, upto: int) -> Evaluator | None:
+        """One that has asked the same task models about the same images already, as those of TPL, MORE and ROW are."""
+        method = self.method
+        if not isinstance(method, BankMethod) or type(method).answers is not BankMethod.answers:
+            return None
+        if method.bank.same_as is None or not method.outputs_are_final:
+            return None
+        for other in self.beside:
+            asked = other.method
+            if isinstance(asked, BankMethod) and asked.bank is method.bank.same_as and len(other.pixels) == upto + 1:
+                plain = type(asked).answers is BankMethod.answers and len(other.known) == len(method.bank.tasks)
+                tests = [fingerprint([task.test for task in each.stream[: upto + 1]]) for each in (self, other)]
+                if plain and tests[0] == tests[1]:
+                    return other
+        return None
 
     def _prepare(self, images: ImageSet) -> Tensor:
         """The images as the encoder takes them, on the GPU as long as they leave most of its memory free."""

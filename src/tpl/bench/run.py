@@ -65,6 +65,9 @@ def execute_together(
         going = [run for run in runs if not run.finished]
         for run in going:
             run.begin(listen if run is going[0] else _only_warnings(listen), track)
+        if processes.leads:
+            for number, run in enumerate(going):
+                run.evaluator.beside = [earlier.evaluator for earlier in going[:number]]
         for stage in range(max((len(run.stream) for run in going), default=0)):
             active = [run for run in going if stage < len(run.stream)]
             tasks = [run.next_task() for run in active]

@@ -92,6 +92,7 @@ class Bank:
         self.tasks: list[TaskModel] = []
         self.used: Tensor | None = None  # units that some finished task holds
         self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
+        self.same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
         self._ask = asking(self, encoder, compute)
 
     def weights(self, task: int) -> Weights:
@@ -127,19 +128,23 @@ class Bank:
 
     def add(self, model: TaskModel) -> None:
         """Take up a finished task: freeze it and claim its units."""
+        self.same_as = None
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
         self.used = _joined(self.used, self.unit_mask(len(self.tasks) - 1))
 
     @torch.no_grad()
     def copy_newest(self, other: Bank) -> None:
         """Take up the newest task of a bank that was the same as this one before."""
+        followed = not self.tasks or self.same_as is other
         for own, trained in zip(self.adapters.weights, other.adapters.weights, strict=True):
             own.copy_(trained)
         self.add(copy.deepcopy(other.tasks[-1]))
+        self.same_as = other if followed else None
 
     def retire(self, task: int) -> None:
         """Let a task go. Its units stay in use: other tasks may share them, and none may move them."""
         self.retired = _joined(self.retired, self.unit_mask(task))
+        self.same_as = None
         del self.tasks[task]
 
     def capacity(self) -> dict[str, float]:
