@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +83,18 @@ class TPLPlus(TPL):
             width = self.config.width or features_for(len(samples))
             self.expert = RandomRidge.drawn(seen.shape[1], width, self.generator("projection"), self.compute.device)
         if len(self.memory):  # it has all classes: better to choose on than the new ones alone
-            known = self._even(self.common_features(self.memory.pixels(self.preprocess, self.compute.device)))
-            self.expert.learn_whole(seen, numbers, known, self.memory.labels.to(self.compute.device))
+            self.expert.learn_whole(
+                seen, numbers, self._even(self._of_memory()), self.memory.labels.to(self.compute.device)
+            )
         else:
             self.expert.learn(seen, numbers, self.generator("held out"))
+
+    def _of_memory(self) -> Tensor:
+        """The `common_features` of the memory's images; what the first task's model says of them is there already."""
+        pixels = self.memory.pixels(self.preprocess, self.compute.device)
+        if not self._through_first_task:
+            return self.common_features(pixels)
+        return torch.cat([self.encoder_features(pixels), self.memory_outputs_[0].features], dim=1)
 
     # Answers
 
@@ -107,10 +116,12 @@ class TPLPlus(TPL):
     def _first(self, pixels: Tensor) -> Tensor:
         if self.view_ is None:
             return self.bank.outputs(pixels, 0).features
-        bank = self.bank
-        weights = bank.protection.finished(bank.adapters.weights, self.view_.embedding)
-        look = Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
-        return look(pixels, self.view_.norms, *weights)
+        weights = self.bank.protection.finished(self.bank.adapters.weights, self.view_.embedding)
+        return self._look(pixels, self.view_.norms, *weights)
+
+    @cached_property
+    def _look(self) -> Inference:
+        return Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
 
     def _first_task(self, common: Tensor) -> Outputs:
         """The first task's answer, of what the expert has seen through its model."""
@@ -232,5 +243,4 @@ class TPLPlus(TPL):
         found = beginning_with(EXPERT, shared)
         self.expert = RandomRidge.from_state(found) if found else None
         view = beginning_with(VIEW, found)
-        parts = ("embedding", "norms", "head_weight", "head_bias")
-        self.view_ = TaskModel(1, *(view[k] for k in parts)).requires_grad_(False) if view else None
+        self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None

@@ -21,9 +21,7 @@ def adapted_block(
 ) -> Tensor:
     """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
     y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
-    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
-    y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
-    return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
+    return _behind_attention(block, x, y, norms, adapters, masks)
 
 
 def class_token_block(
@@ -43,7 +41,19 @@ def class_token_block(
     key, value = both.unflatten(2, (2, attention.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     y = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     y = block.ls1(attention.proj(y))
-    x = x[:, :1] + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
+    return _behind_attention(block, x[:, :1], y, norms, adapters, masks)
+
+
+def _behind_attention(
+    block: Block,
+    x: Tensor,
+    y: Tensor,
+    norms: Sequence[Tensor],
+    adapters: Sequence[AdapterStack | None],
+    masks: Sequence[AdapterMasks | None],
+) -> Tensor:
+    """The rest of the block, given the stream `x` and what attention says, `y`."""
+    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
     y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
     return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
 
