@@ -131,7 +131,8 @@ TASKS = [Task(f"task {t}", (f"{2 * t}", f"{2 * t + 1}"), digits([2 * t, 2 * t + 
 
 @cache
 def tiny_encoder() -> ViTEncoder:
-    """Any trunk does: the same for all threads."""
+    """Any trunk does: the same for all threads, and at every run."""
+    torch.manual_seed(0)
     vit = VisionTransformer(8, 4, embed_dim=16, depth=2, num_heads=2, num_classes=0)
     return ViTEncoder(vit, "tiny", "0" * 64, DATA_CONFIG | {"input_size": (3, 8, 8)})
 
@@ -157,9 +158,9 @@ def test_a_method_that_says_it_splits_does(method: str, options: dict[str, Any])
     """Two tasks, the second with replay where there is any."""
     alone = learned(method, **options)
     for shared in in_threads(2, lambda: learned(method, **options)):
-        # Probabilities after float32 gradients were added up in another order: 3e-6 is the most seen. Methods that do
-        # not split are a thousandth and more apart.
-        torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5)
+        # Probabilities after float32 gradients were added up in another order: with this trunk 4e-6 is the most seen,
+        # with a dozen others 6e-5. Methods that do not split are a thousandth and more apart.
+        torch.testing.assert_close(shared, alone, rtol=0, atol=1e-4)
 
 
 def test_what_looks_at_a_whole_batch_is_refused() -> None:
