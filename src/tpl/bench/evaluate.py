@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.bench import metrics
@@ -17,7 +16,7 @@ from tpl.methods.bank import BankMethod, Outputs, Question
 from tpl.methods.base import task_of_class
 from tpl.stream import ImageSet, Stream, fingerprint
 
-PROBE = 256  # test images of a task that its features' drift is measured on
+PROBE = 64  # test images of a task that its features' drift is measured on
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,15 @@ class Evaluator:
         if twin is not None:
             self.known = list(twin.known)
             seen = upto + 1
-        answers, scores = self._ask(seen)
-        sizes = [len(pixels) for pixels in self.pixels]
-        rows = [
-            accuracies(part, self._labels(i), i, self.task_of_class[: answers.shape[1]])
-            for i, part in enumerate(answers.split(sizes))
-        ]
+        table, scores = self._ask(seen)
+        labels = torch.cat([self._labels(i) for i in range(len(self.pixels))])
+        answers = Answers.of(table, labels, self.task_of_class[: table.shape[1]])
         detection = None
         if scores is not None and upto > 0:
-            detection = metrics.detection(scores, np.repeat(np.arange(len(sizes)), sizes))
+            detection = metrics.detection(scores.cpu().numpy(), answers.true_tasks.numpy())
+        rows = [answers.accuracies(task) for task in range(upto + 1)]
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
-        labels = torch.cat([self._labels(i) for i in range(len(sizes))])
-        confusion = task_confusion(answers, labels, self.task_of_class[: answers.shape[1]])
-        known = class_accuracy(answers, labels)
+        confusion, known = answers.task_confusion(), answers.class_accuracy()
         return StageResult(cil, til, tp, detection, self._passes(), self._drift(), confusion, known)
 
     def _twin(self, upto: int) -> Evaluator | None:
@@ -98,11 +93,11 @@ class Evaluator:
         fits = compute.room_for(len(images) * preprocess.bytes_per_image)
         return preprocess.batch(images, device=compute.device if fits else None)
 
-    def _ask(self, seen: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+    def _ask(self, seen: int) -> tuple[Tensor, Tensor | None]:
         """log P(class) of all test images, and task scores where the method has any; `seen` tasks were asked before."""
         method = self.method
         if not isinstance(method, BankMethod):
-            return torch.cat([method.log_probabilities(pixels) for pixels in self.pixels]).cpu(), None
+            return torch.cat([method.log_probabilities(pixels) for pixels in self.pixels]), None
         if not method.outputs_are_final and len(self.known) < len(method.bank.tasks):
             self.known = []  # a new task has moved the old ones' outputs
         old_models = len(self.known)
@@ -115,7 +110,7 @@ class Evaluator:
         self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
         common = self._common()
         scores = method.task_scores(self.known, common)
-        return method.log_probabilities_of(self.known, scores, common).cpu(), scores.cpu().numpy()
+        return method.log_probabilities_of(self.known, scores, common), scores
 
     def _common(self) -> Tensor | None:
         found = [features for features in self.common if features is not None]
@@ -128,14 +123,14 @@ class Evaluator:
         """Asks every task's model again about the images it was first asked about."""
         if not isinstance(self.method, BankMethod):
             return None
-        bank, drift = self.method.bank, 0.0
-        for task in range(len(bank.tasks)):
-            features = bank.outputs(self.pixels[task][:PROBE], task).features
-            if task < len(self.learned):
-                drift = max(drift, float((features - self.learned[task]).abs().max()))
-            else:
-                self.learned.append(features)
-        return drift
+        probes = [pixels[:PROBE].to(self.method.compute.device) for pixels in self.pixels]
+        rows = torch.arange(sum(len(probe) for probe in probes)).split([len(probe) for probe in probes])
+        told = self.method.bank.answers(torch.cat(probes), [Question(*pair) for pair in enumerate(rows)])
+        changes = [
+            float((seen.features - before).abs().max()) for seen, before in zip(told, self.learned, strict=False)
+        ]
+        self.learned += [seen.features for seen in told[len(self.learned) :]]
+        return max(changes, default=0.0)
 
     def _labels(self, task: int) -> Tensor:
         images = self.stream[task].test
@@ -148,39 +143,51 @@ def _joined(parts: list[Outputs]) -> Outputs:
     return Outputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def accuracies(
-    log_probabilities: Tensor, labels: Tensor, task: int, task_of_class: Tensor
-) -> tuple[float, float, float]:
-    """CIL, TIL and task-prediction accuracy of images that all belong to `task`.
+@dataclass(frozen=True)
+class Answers:
+    """What a table of log P(class | image) comes to, image by image; on the CPU, wherever the table was read."""
 
-    CIL: argmax over all classes. TIL: argmax over the true task's classes. TP: the task with the largest
-    P(task | x) = sum of P(class | x) over its classes, so it is defined for every method alike.
-    """
-    cil = log_probabilities.argmax(dim=1) == labels
-    inside = log_probabilities.masked_fill(task_of_class != task, -torch.inf)
-    til = inside.argmax(dim=1) == labels
-    tp = predicted_tasks(log_probabilities, task_of_class) == task
-    return tuple(float(hit.double().mean()) for hit in (cil, til, tp))  # type: ignore[return-value]
+    owner: Tensor  # the task of every class
+    labels: Tensor  # the true class of every image
+    classes: Tensor  # the most probable of all
+    within: Tensor  # the most probable of the true task's
+    tasks: Tensor  # the task with the largest P(task | x), the sum of P(class | x) over its classes
 
+    @classmethod
+    def of(cls, table: Tensor, labels: Tensor, owner: Tensor) -> Answers:
+        """Read a table `[n, classes]`, given the true classes and the task of every class."""
+        tasks, truth = owner.to(table.device), labels.to(table.device)
+        inside = table.masked_fill(tasks != tasks[truth].unsqueeze(1), -torch.inf)
+        by_task = [table[:, tasks == task].logsumexp(dim=1) for task in range(int(owner.max()) + 1)]
+        read = table.argmax(dim=1), inside.argmax(dim=1), torch.stack(by_task, dim=1).argmax(dim=1)
+        return cls(owner, labels, *(column.cpu() for column in read))
 
-def predicted_tasks(log_probabilities: Tensor, task_of_class: Tensor) -> Tensor:
-    """The task with the largest P(task | x) of every image."""
-    groups: Sequence[int] = range(int(task_of_class.max()) + 1)
-    by_task = torch.stack([log_probabilities[:, task_of_class == g].logsumexp(dim=1) for g in groups], dim=1)
-    return by_task.argmax(dim=1)
+    @property
+    def true_tasks(self) -> Tensor:
+        """The task of every image."""
+        return self.owner[self.labels]
 
+    def accuracies(self, task: int | None = None) -> tuple[float, float, float]:
+        """CIL, TIL and task-prediction accuracy, of one task's images or of all.
 
-def task_confusion(log_probabilities: Tensor, labels: Tensor, task_of_class: Tensor) -> list[list[int]]:
-    """How many images of each task (rows) were taken for each task (columns), as the task prediction of TP sees it."""
-    tasks = int(task_of_class.max()) + 1
-    pairs = task_of_class[labels] * tasks + predicted_tasks(log_probabilities, task_of_class)
-    rows: list[list[int]] = pairs.bincount(minlength=tasks**2).view(tasks, tasks).tolist()
-    return rows
+        CIL: the class is known among all. TIL: among the true task's. TP: the task is, which so is defined for every
+        method alike.
+        """
+        right = self.classes == self.labels, self.within == self.labels, self.tasks == self.true_tasks
+        rows = slice(None) if task is None else self.true_tasks == task
+        cil, til, tp = (float(hit[rows].double().mean()) for hit in right)
+        return cil, til, tp
 
+    def task_confusion(self) -> list[list[int]]:
+        """How many images of each task (rows) were taken for each task (columns)."""
+        count = int(self.owner.max()) + 1
+        pairs = self.true_tasks * count + self.tasks
+        rows: list[list[int]] = pairs.bincount(minlength=count**2).view(count, count).tolist()
+        return rows
 
-def class_accuracy(log_probabilities: Tensor, labels: Tensor) -> list[float | None]:
-    """The share of each class's images that were given this class among all; None for a class without images."""
-    classes = log_probabilities.shape[1]
-    images = labels.bincount(minlength=classes)
-    right = labels[log_probabilities.argmax(dim=1) == labels].bincount(minlength=classes)
-    return [r / n if n else None for r, n in zip(right.tolist(), images.tolist(), strict=True)]
+    def class_accuracy(self) -> list[float | None]:
+        """The share of each class's images that were given this class among all; None for one without images."""
+        count = len(self.owner)
+        images = self.labels.bincount(minlength=count)
+        right = self.labels[self.classes == self.labels].bincount(minlength=count)
+        return [r / n if n else None for r, n in zip(right.tolist(), images.tolist(), strict=True)]

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tpl.bench.benchmarks import find_benchmark
-from tpl.bench.evaluate import accuracies
+from tpl.bench.evaluate import Answers
 from tpl.errors import TplError
 from tpl.methods.bank import BankMethod, Outputs
 from tpl.methods.base import task_of_class
@@ -61,12 +61,9 @@ class RunOutputs:
 
     def accuracies(self, log_probabilities: Tensor) -> Accuracies:
         """How right an answer to all images is."""
-        answers, owner = log_probabilities.cpu(), self.tasks.new_zeros(int(self.labels.max()) + 1)
+        owner = self.tasks.new_zeros(int(self.labels.max()) + 1)
         owner[self.labels] = self.tasks
-        sizes = self.tasks.bincount().tolist()
-        parts = zip(answers.split(sizes), self.labels.split(sizes), strict=True)
-        rows = np.array([accuracies(part, own, t, owner) for t, (part, own) in enumerate(parts)])
-        return Accuracies(*np.average(rows, axis=0, weights=sizes).tolist())
+        return Accuracies(*Answers.of(log_probabilities, self.labels, owner).accuracies())
 
 
 def run_outputs(
