@@ -89,13 +89,16 @@ def _write_tables(
     if markdown is None and latex is None:
         return {}
     from tpl.report.compare import comparison_sheet
+    from tpl.report.ranking import ranking_of
     from tpl.report.sheets import overview, scene_sheets
     from tpl.report.texts import all_latex, all_markdown
 
     first = overview(scenes)
     sheets = [comparison_sheet(comparison)] if comparison else []
     sheets += [first] if first else []
-    sheets += [sheet for scene in scenes for sheet in scene_sheets(scene)]
+    for scene in scenes:
+        ranking = ranking_of(scene)
+        sheets += [*scene_sheets(scene), *([ranking.sheet(f"{scene.title}: order")] if ranking else [])]
     written = {}
     for what, where, text in (("markdown", markdown, all_markdown), ("latex", latex, all_latex)):
         if where == STDOUT:
@@ -118,6 +121,7 @@ def _write(file: Path, text: str) -> None:
 
 def _content(scenes: list[Scene], comparison: Comparison | None) -> dict[str, Any]:
     """For JSON: every run, and the means a scene."""
+    from tpl.report.ranking import ranking_of
     from tpl.report.sheets import paper_of
 
     runs: list[dict[str, Any]] = []
@@ -130,16 +134,21 @@ def _content(scenes: list[Scene], comparison: Comparison | None) -> dict[str, An
             row | {"paper": {key: {"value": v.value, "row": v.row} for key, v in paper[row["name"]].items()}}
             for row in scene.rows
         ]
-        tables.append({"title": scene.title} | where | {"rows": rows})
+        ranking = ranking_of(scene)
+        order = ranking.to_dict() if ranking else None
+        tables.append({"title": scene.title} | where | {"rows": rows, "ranking": order})
     content: dict[str, Any] = {"runs": runs, "tables": tables}
     return content if comparison is None else content | {"comparison": comparison.to_dict()}
 
 
 def _print(scenes: list[Scene], comparison: Comparison | None) -> None:
     from tpl.report import rich_table
+    from tpl.report.ranking import ranking_of
 
     for scene in scenes:
         out.print(rich_table(scene.rows, title=scene.title if len(scenes) > 1 else None, width=out.width))
+        if ranking := ranking_of(scene):
+            out.print(ranking.words, highlight=False)
     if comparison is not None:
         _print_comparison(comparison)
 

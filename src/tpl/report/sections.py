@@ -13,6 +13,7 @@ from markupsafe import Markup
 from tpl.report import words
 from tpl.report.columns import COLUMNS, COST, Column, percent
 from tpl.report.figures import Line, confusion_map, curves, heatmap
+from tpl.report.ranking import Ranking, ranking_of
 from tpl.report.scatter import cloud_of_runs, cloud_of_study, scatter
 from tpl.report.scenes import JOINT, Group, Scene
 from tpl.report.sheets import Paper, paper_of
@@ -46,6 +47,7 @@ def scene_sections(scene: Scene, ident: str) -> Section:
             "results": _table(rows, [c for c in columns if c.group != COST], paper, styles),
             "costs": _table(rows, [c for c in columns if c.group == COST], paper, styles),
         },
+        "ranking": _ranking(ranking_of(scene)),
         "styles": styles,
         "curves": _curves(scene, ident),
         "maps": [_maps(group, n, ident, styles[group.name]) for n, group in enumerate(scene.groups)],
@@ -67,6 +69,10 @@ def study_sections(study: dict[str, Any], ident: str) -> Section:
     paper = f" In the paper (DeiT-S): r = {theirs['r']:.3f}, slope {theirs['slope']:.2f}." if theirs else ""
     svg = Markup(scatter(cloud, f"{ident}-cloud", title))
     return {"ident": ident, "title": title, "rows": study["rows"], "svg": svg, "words": cloud.words + paper}
+
+
+def _ranking(found: Ranking | None) -> Section | None:
+    return None if found is None else {"words": found.words, "sheet": found.sheet("")}
 
 
 def _styles(scene: Scene) -> dict[str, str]:
