@@ -113,7 +113,7 @@ def test_a_single_first_class_is_taken_up_whole() -> None:
 
 
 def test_the_number_of_random_features_follows_the_first_task() -> None:
-    assert features_for(1) == SMALLEST and features_for(400) == 800 and features_for(10**6) == LARGEST
+    assert features_for(1) == SMALLEST and features_for(1000) == 2000 and features_for(10**6) == LARGEST
 
 
 def test_a_fifth_of_every_class_is_held_out_and_none_of_a_small_one() -> None:
