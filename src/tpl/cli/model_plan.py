@@ -15,8 +15,14 @@ if TYPE_CHECKING:
     from tpl.learner import Learner
     from tpl.stream import ImageSet, Labelled
 
+PLUS = "tpl-plus"
+METHODS = ("tpl", PLUS)  # those whose models can be updated, told from unknown images, and exported
+METHOD = METHODS[0]
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
+# Random features of tpl-plus: a first task of 40 photos should not make the expert too narrow for all that follow, and
+# no more than 2000 keep a model below 20 MB, and what is solved for after every task within seconds.
+WIDTHS = 1000, 2000
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size stands for all
@@ -63,6 +69,13 @@ def as_task(given: Labelled, name: str) -> Any:
     from tpl.stream import Task
 
     return Task(name, given.class_names, given.images)
+
+
+def width_for(train: int) -> int:
+    """How many random features the expert of tpl-plus gets, for a first task of so many images."""
+    from tpl.methods.parts.ridge import features_for
+
+    return min(max(features_for(train), WIDTHS[0]), WIDTHS[1])
 
 
 def encoded_size(images: ImageSet, learner: Learner) -> float:
