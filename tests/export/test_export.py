@@ -116,7 +116,7 @@ def test_the_file_answers_as_the_model(file: Path, learner: Learner, place: Path
 
 
 def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, tmp_path: Path) -> None:
-    """The other choice wherever the default model above has one; some tasks are not asked, and the first one is gone."""
+    """The other choice wherever the default model above has one; some tasks are not asked, the first one is gone."""
     choices = {"protect": "supsup", "calibration": "shift", "compose": "and", "logit": "ebo", "out_of_task": "md"}
     choices |= {"sees": "first", "passes": "auto"}
     learner = taught(place, "tpl-plus", "one", ["pets", "birds"], held_out=0, width=32, covered=0.6, **choices)
