@@ -20,9 +20,9 @@ METHODS = ("tpl", PLUS)  # those whose models can be updated, told from unknown 
 METHOD = METHODS[0]
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
-# Random features of tpl-plus: a first task of 40 photos should not make the expert too narrow for all that follow, and
-# no more than 2000 keep a model below 20 MB, and what is solved for after every task within seconds.
-WIDTHS = 1000, 2000
+# Random features of tpl-plus: a first task of 40 photos should not make the expert too narrow for all that follow. No
+# more than 1800 keep a model of a dozen classes below 20 MB, and what is solved for after every task within seconds.
+WIDTHS = 1000, 1800
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size stands for all
