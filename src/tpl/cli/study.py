@@ -62,7 +62,7 @@ def ood_study(
 
     One HAT model serves the twelve post-hoc detectors; the eight training techniques train one each. Prints AUROC, Last
     and TIL beside the paper's, fits accuracy against AUROC and draws it. What is finished stays: the same command goes
-    on where it stopped. digits-5t takes about ten minutes on two cores, one without the training techniques.
+    on where it stopped. digits-5t takes about twelve minutes on two cores, 1.5 without the training techniques.
 
     Examples:
 
