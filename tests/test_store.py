@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -144,7 +145,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
         raise error
 
     if stage.startswith("save"):
-        real, wanted = store_module.save_file, "task-" if stage == "save first" else "memory"
+        real, wanted = safetensors.torch.save_file, "task-" if stage == "save first" else "memory"
 
         def save(tensors: dict[str, Tensor], file: Path) -> None:
             if wanted in file.name:
@@ -152,7 +153,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
                 raise error
             real(tensors, file)
 
-        monkeypatch.setattr(store_module, "save_file", save)
+        monkeypatch.setattr(safetensors.torch, "save_file", save)
     elif stage == "fsync":
         monkeypatch.setattr(os, "fsync", fail)
     elif stage == "open":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Tensors = dict[str, Tensor]
+    Tensors = dict[str, Tensor]
 
 
 @dataclass

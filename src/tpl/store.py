@@ -26,17 +26,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
-from torch import Tensor
 
 from tpl.errors import TplError
 from tpl.state import State
+
+if TYPE_CHECKING:  # torch takes seconds to import; what a model knows stands in its header
+    from torch import Tensor
 
 SCHEMA = 2
 READABLE = (1, 2)  # schema 1 knew no checksums, and no more of a task than its classes
@@ -198,6 +197,8 @@ class ModelStore:
 
     def _load(self, name: str, checksum: str | None) -> dict[str, Tensor]:
         """The content of a file, if it is what was written."""
+        from safetensors.torch import load
+
         file = self.path / name
         try:
             content = file.read_bytes()
@@ -205,7 +206,7 @@ class ModelStore:
                 raise StoreError(
                     f"{file} is damaged (its sha256 is not the one in model.json); restore it from a backup."
                 )
-            return load_tensors(content)
+            return load(content)
         except FileNotFoundError:
             raise StoreError(f"{file} is missing; restore it from a backup.") from None
         except (OSError, SafetensorError) as error:
@@ -213,6 +214,8 @@ class ModelStore:
 
     def _holds(self, name: str, tensors: dict[str, Tensor], header: dict[str, Any]) -> bool:
         """Whether a stored file has just this content."""
+        import torch
+
         try:
             stored = self._load(name, header.get("files", {}).get(name))
         except StoreError:
@@ -262,6 +265,8 @@ def _partial(target: Path) -> Path:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError, cli
-from tpl.cli.model_plan import Budget
+from tpl.cli.model_plan import Budget, width_for
 from tpl.cli.model_words import listed, printable, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
@@ -570,3 +570,28 @@ def test_a_model_without_stored_images(tmp_path: Path) -> None:
     assert "no images: statistics of features" in shown.stdout
     birds = photos(tmp_path / "birds", BIRDS, 6)
     assert "cannot change" in refusal("learn", model, birds, "--memory-kind", "none")
+
+
+def test_a_model_of_tpl_plus(place: Path, tmp_path: Path) -> None:
+    model, fast = tmp_path / "model", ["--epochs", "1", "--device", "cpu"]
+    report = ask("learn", model, place / "pets", "--method", "tpl-plus", "--encoder", SMALL_VIT, *fast)
+    assert report["bytes"] < 20e6
+    options = json.loads((model / "model.json").read_text())["options"]
+    assert (options["width"], options["passes"]) == (1000, "all")  # 256 would be too narrow for what is to come
+    assert refusal("learn", model, place / "birds", "--passes", "few").startswith(
+        "passes must be all, auto or a number"
+    )
+    assert "--method tpl-plus, which cannot change" in refusal("learn", model, place / "birds", "--method", "tpl")
+    ask("learn", model, place / "birds", "--passes", "auto", *fast)
+    assert json.loads((model / "model.json").read_text())["options"] == options | {"passes": "auto"}
+    assert "tpl-plus" in call("show", model).stdout
+    for name in PETS:  # the first task goes; what its model sees, the expert goes on seeing
+        ask("remove", model, name, "--yes", "--device", "cpu")
+    assert {answer["class"] for answer in lines(model, place / "test")} <= set(BIRDS)
+    ask("learn", model, place / "pets", *fast)
+    assert ask("evaluate", model, place / "test", "--device", "cpu")["images"] == 30
+
+
+@pytest.mark.parametrize(("images", "width"), [(1, 1000), (600, 1200), (50_000, 1800)])
+def test_the_expert_of_a_model_from_folders_is_neither_narrow_nor_huge(images: int, width: int) -> None:
+    assert width_for(images) == width

@@ -18,7 +18,7 @@ def problem(samples: int = 240, classes: int = 4, dim: int = 12) -> tuple[torch.
 
 
 def ridge(dim: int = 12, width: int = 64) -> RandomRidge:
-    return RandomRidge.drawn(dim, width, torch.Generator().manual_seed(1), CPU)
+    return RandomRidge.drawn_for(torch.empty(0, dim), width, torch.Generator().manual_seed(1))
 
 
 def test_the_solution_is_that_of_ridge_regression() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpl.errors import TplError
+from tpl.names import refuse_unknown
 from tpl.stream import Stream, class_order, load_source, split
 
 
@@ -145,6 +146,5 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 def find_benchmark(name: str) -> Benchmark:
     """A benchmark by name, or an error that lists them all."""
-    if name not in BENCHMARKS:
-        raise TplError(f"There is no benchmark '{name}'; there are {', '.join(BENCHMARKS)}.")
+    refuse_unknown("benchmark", name, BENCHMARKS)
     return BENCHMARKS[name]

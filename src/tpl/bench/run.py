@@ -57,6 +57,8 @@ def execute_together(
     all train, and the first one does the rest.
     """
     check_trackers(track)
+    for spec in specs:
+        spec.check()
     processes = current()
     kind = OpenRun if processes.leads else FollowedRun
     with ExitStack() as open_runs:

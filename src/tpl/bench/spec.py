@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tpl.bench.benchmarks import Benchmark, find_benchmark
+from tpl.engine import choose_compute
 from tpl.learner import Learner
 from tpl.methods import find_method
-from tpl.nets import is_resnet
+from tpl.nets import check_encoder_name, is_resnet
 from tpl.nets.compact import NAME as COMPACT
 from tpl.stream import Stream
 
@@ -51,6 +52,12 @@ class RunSpec:
         if merged.get("memory") == SMALL:
             merged["memory"] = benchmark.smaller_memory()
         return config.parse(merged).to_dict()
+
+    def check(self) -> None:
+        """Refuse what can be refused before any data is read."""
+        self.all_options()
+        check_encoder_name(self.encoder)
+        choose_compute(self.device, self.precision, self.compile)
 
     def stream(self) -> Stream:
         """The benchmark's tasks as this run meets them."""

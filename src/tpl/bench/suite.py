@@ -21,10 +21,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpl.bench.benchmarks import find_benchmark
-from tpl.bench.run import RunSpec
 from tpl.bench.suite_checks import (
     GRID,
     ONE_FOR_ALL,
@@ -33,15 +32,17 @@ from tpl.bench.suite_checks import (
     as_table,
     check_keys,
     check_options,
-    check_order,
     check_settings,
     check_spec,
     grid_list,
     options_of,
 )
 from tpl.errors import TplError
-from tpl.methods import find_method
-from tpl.nets.compact import NAME as COMPACT
+from tpl.names import method_names, refuse_unknown
+from tpl.stream import check_order
+
+if TYPE_CHECKING:  # a mistake in a file is told before torch is there
+    from tpl.bench.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class Suite:
         return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
     def _spec(self, method: str, benchmark: str, order: str, seed: int) -> RunSpec:
+        from tpl.bench.spec import RunSpec
+        from tpl.nets.compact import NAME as COMPACT
+
         special = dict(self.benchmark.get(benchmark, {}))
         common = self.options | special.pop("options", {})
         settings: dict[str, Any] = {"encoder": COMPACT} | self.run | special
@@ -138,7 +142,7 @@ def check_suite(content: Table) -> Suite:
     grid = {name: grid_list(name, content) for name in GRID}
     tables = {name: as_table(name, content.get(name, {})) for name in ("run", "options", "method", "benchmark")}
     for method in grid["methods"]:
-        find_method(method)
+        refuse_unknown("method", method, method_names())
     for benchmark in grid["benchmarks"]:
         find_benchmark(benchmark)
     for order in grid["orders"]:

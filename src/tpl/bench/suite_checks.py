@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tpl.bench.run import RunSpec
 from tpl.errors import TplError
-from tpl.methods import find_method
-from tpl.stream import class_order
+
+if TYPE_CHECKING:
+    from tpl.bench.spec import RunSpec
 
 Table = Mapping[str, Any]
 
@@ -86,14 +86,6 @@ def check_options(where: str, table: Table, methods: list[str]) -> None:
     check_keys(where, table, known)
 
 
-def check_order(order: str) -> None:
-    """A class order as far as that can be told without its data set."""
-    if not order.rpartition(":")[0].lower().endswith(".json"):
-        class_order(order, "", 1)
-    elif not Path(order.rpartition(":")[0]).expanduser().is_file():
-        raise TplError(f"There is no class-order file {order.rpartition(':')[0]}: check the path in orders.")
-
-
 def check_spec(spec: RunSpec) -> None:
     """All options of a run, as its method will take them."""
     try:
@@ -104,4 +96,6 @@ def check_spec(spec: RunSpec) -> None:
 
 def options_of(method: str) -> list[str]:
     """The names of a method's options."""
+    from tpl.methods import find_method
+
     return [option.name for option in dataclasses.fields(find_method(method).config_class)]

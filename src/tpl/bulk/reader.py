@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from tpl._version import __version__
 from tpl.bulk.answered import Answered, answer
 from tpl.cluster import load_ray, unpack, use_threads
 from tpl.errors import TplError
 from tpl.learner import Learner
-from tpl.stream import ImageSet, UnreadableImage, batches_of, decode
-from tpl.stream.images import Labels, as_labels
+from tpl.stream import UnreadableImage, batches
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,12 @@ class Sent:
     name: str
     content: bytes | None
     error: str = ""
+
+    def read(self) -> bytes:
+        """The content; or why there is none, in the words of a file that is read where it lies."""
+        if self.content is None:
+            raise UnreadableImage(self.error)
+        return self.content
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Reader:
             except TplError as error:
                 raise TplError(f"On {socket.gethostname()}: {error}") from error
         use_threads(self.model.threads)
-        (batch,) = batches_of(SentImages(images), self.learner.method.preprocess, len(images))
+        (batch,) = batches(images, self.learner.method.preprocess, len(images))
         return answer(self.learner, batch, top)
 
     def _load(self) -> Learner:
@@ -64,33 +67,3 @@ class Reader:
         with tempfile.TemporaryDirectory(prefix="tpl-model-") as place:
             unpack(load_ray().get(self.model.directory[0]), Path(place))
             return Learner.load(place, self.model.weights, self.model.device)
-
-
-class SentImages(ImageSet):
-    """Images that were sent, without labels."""
-
-    def __init__(self, sent: list[Sent]) -> None:
-        self._sent = sent
-
-    @property
-    def labels(self) -> Labels:
-        """Unknown, all of them."""
-        return as_labels([-1] * len(self), len(self), "sent images")
-
-    def __len__(self) -> int:
-        return len(self._sent)
-
-    def load(self, index: int) -> Image.Image:
-        """The picture, or why there is none: in the words of a file that is read where it lies."""
-        item = self._sent[index]
-        if item.content is None:
-            raise UnreadableImage(item.error)
-        return decode(item.content, item.name)
-
-    def name(self, index: int) -> str:
-        """What it is called where it came from."""
-        return self._sent[index].name
-
-    def identity(self, index: int) -> bytes:
-        """Its name."""
-        return self.name(index).encode(errors="surrogateescape")

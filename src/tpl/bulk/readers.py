@@ -17,7 +17,6 @@ from tpl.bulk.reader import Model, Reader, Sent
 from tpl.cluster import Room, chosen_threads, connect, load_ray, pack, share_out
 from tpl.errors import TplError
 from tpl.stream import Found, UnreadableImage
-from tpl.stream.files import read_bytes
 
 TICK = 1.0
 ATTEMPTS = 3  # readers that may die at one batch
@@ -32,10 +31,8 @@ def _batches(found: Iterable[Found], size: int) -> Iterator[list[Sent]]:
 
 
 def _sent(item: Found) -> Sent:
-    if item.entry is None:
-        return Sent(item.name, None, item.error)
     try:
-        return Sent(item.name, read_bytes(item.entry))
+        return Sent(item.name, item.read())
     except UnreadableImage as error:
         return Sent(item.name, None, str(error))
 

@@ -50,6 +50,9 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
 
     Example: `tpl describe tpl`
     """
+    from tpl.names import method_names, refuse_unknown
+
+    refuse_unknown("method", method, method_names())
     from tpl.methods import find_method
 
     found = find_method(method)

@@ -103,14 +103,26 @@ def assignments(texts: list[str]) -> dict[str, str]:
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
 
 
-def class_orders(text: str) -> list[str]:
-    """`natural,random:1` as a list of class orders, each named once."""
-    return names(text, "Class orders", "natural,random:1")
+def class_orders(text: str, to_run: bool = True) -> list[str]:
+    """`natural,random:1` as a list of class orders, each named once, and `to_run` must be there, too."""
+    found = names(text, "Class orders", "natural,random:1")
+    if to_run:
+        from tpl.stream import check_order
+
+        for order in found:
+            check_order(order)
+    return found
 
 
 def method_names(text: str) -> list[str]:
-    """`tpl,more` as a list of methods, each named once."""
-    return names(text, "Methods", "tpl,more")
+    """`tpl,more` as a list of methods, each named once and known."""
+    from tpl.names import method_names as known_names
+    from tpl.names import refuse_unknown
+
+    found = names(text, "Methods", "tpl,more")
+    for name in found:
+        refuse_unknown("method", name, known_names())
+    return found
 
 
 def separate(text: str) -> list[str]:

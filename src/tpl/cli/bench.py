@@ -141,13 +141,15 @@ def run(
 
     `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run over four GPUs, which share every batch)
     """
+    pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
+    from tpl.bench.benchmarks import find_benchmark
+
+    find_benchmark(benchmark)
     from tpl.bench.results import RunResult
     from tpl.bench.run import RunSpec, execute_together
     from tpl.console import RunProgress
     from tpl.engine import joined
-    from tpl.report import rich_table, summary_rows
 
-    pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
     specs = [
         RunSpec(
             benchmark,
@@ -191,6 +193,8 @@ def run(
         ]
         print_json(found[0] if len(found) == 1 else {"runs": found})
         return
+    from tpl.report import rich_table, summary_rows
+
     names = [name if len({each for _, each in pairs}) == 1 else f"{name}, {each}" for name, each in pairs]
     runs = dict(zip(names, results, strict=True)) | ({"joint": joint} if joint else {})
     out.print(rich_table(summary_rows(runs, "joint" if joint else None), width=out.width))

@@ -50,6 +50,7 @@ def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None
     memory, encoder = about["memory"], about["encoder"]
     facts = {
         "classes": f"{len(about['classes'])} in {len(about['tasks'])} task{'s' * (len(about['tasks']) > 1)}",
+        "method": about["method"],
         "encoder": f"{encoder['name']}, sha256 {encoder['sha256']}",
         "memory": memory_text(memory),
         "on disk": size(about["bytes"]),

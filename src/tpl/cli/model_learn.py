@@ -14,13 +14,17 @@ import typer
 from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json, separate
 from tpl.cli.model_plan import (
     MEMORY,
+    METHOD,
+    METHODS,
     OPTIONS,
+    PLUS,
     Budget,
     as_task,
     encoded_size,
     estimate,
     set_options,
     trained_on,
+    width_for,
 )
 from tpl.cli.model_reports import print_learned, print_plan
 from tpl.cli.model_words import SHOWN, bytes_on_disk, listed, memory_of, warn
@@ -37,10 +41,12 @@ if TYPE_CHECKING:
 class Wish:
     """What the command line asks for; None where it leaves the choice."""
 
+    method: str | None
     encoder: str | None
     weights: Path | None
     memory: Budget | None
     memory_kind: str | None
+    passes: str | None
     epochs: int | None
     seed: int | None
     name: str | None
@@ -63,6 +69,9 @@ def learn(
     classes: Annotated[str | None, typer.Option(help="Only these classes, joined by commas.")] = None,
     update: Annotated[bool, typer.Option("--update", help="The images are more of classes it knows.")] = False,
     name: Annotated[str | None, typer.Option(help="What to call the task; by default as FOLDER is called.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="tpl (default); tpl-plus: a classifier over all classes beside the tasks' own.")
+    ] = None,
     encoder: Annotated[
         str | None, typer.Option(help="compact (default, ships with the package) or any ViT/DeiT of timm.")
     ] = None,
@@ -73,6 +82,10 @@ def learn(
     memory_kind: Annotated[
         str | None,
         typer.Option(help="What is kept of old images: images (default), features (statistics of them), or none."),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(help="Of tpl-plus: tasks asked about an image: all (default), auto, a number. May change later."),
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the images; by default 20 to 40, or 60 for large encoders.")
@@ -104,8 +117,9 @@ def learn(
     `tpl learn model --data digits --classes 0,1,2 --memory 1MB --dry-run`
 
     `tpl learn model photos/ --memory-kind features`
+
+    `tpl learn model photos/ --method tpl-plus --passes auto`
     """
-    from tpl.console import WorkProgress
     from tpl.store import ModelStore
     from tpl.stream import labelled_images
 
@@ -116,7 +130,11 @@ def learn(
     budget = None if memory is None else Budget.parse(memory)
     if memory is not None and memory_kind not in (None, "images"):
         raise TplError(f"--memory is a number of images, and --memory-kind {memory_kind} keeps none: leave one out.")
-    wish = Wish(encoder, weights, budget, memory_kind, epochs, seed, name, device, held_out, update, strict)
+    if method is not None and method not in METHODS:
+        raise TplError(f"--method takes {' or '.join(METHODS)}; got '{method}'. All others are there in Python.")
+    wish = Wish(
+        method, encoder, weights, budget, memory_kind, passes, epochs, seed, name, device, held_out, update, strict
+    )
     store = ModelStore(model)
     _refuse_other_folder(store)
     known = _known_classes(store, wish)
@@ -125,6 +143,8 @@ def learn(
         given = given.only(separate(classes))
     _check_classes(given, known, update, model)
     before = _header_text(store)
+    from tpl.console import WorkProgress
+
     try:
         with WorkProgress(err, quiet=as_json) as progress:
             report = _dry_run(store, given, wish, progress) if dry_run else _learn(store, given, wish, progress)
@@ -168,9 +188,11 @@ def _known_classes(store: ModelStore, wish: Wish) -> list[str]:
     if not store.exists():
         if wish.update:
             raise TplError(f"{store.path} holds no model yet; --update adds images to one. Learn without it first.")
+        _check_passes(wish, wish.method or METHOD)
         return []
     header = store.header()
     fixed = {
+        "--method": (wish.method, header["method"]),
         "--encoder": (wish.encoder, header["encoder"]["name"]),
         "--seed": (wish.seed, header["seed"]),
         "--memory-kind": (wish.memory_kind, header["options"].get("memory_kind", "images")),
@@ -181,7 +203,13 @@ def _known_classes(store: ModelStore, wish: Wish) -> list[str]:
             raise TplError(f"{store.path} was made with {option} {has}, which cannot change; leave it out.")
     if wish.memory is not None and wish.memory.bytes is not None:
         raise TplError(f"{store.path} keeps {fixed['--memory'][1]} images, which cannot change; leave --memory out.")
+    _check_passes(wish, header["method"])
     return [name for task in header["tasks"] for name in task["classes"]]
+
+
+def _check_passes(wish: Wish, method: str) -> None:
+    if wish.passes is not None and method != PLUS:
+        raise TplError(f"--passes is an option of {PLUS}, and this is a model of {method}, which asks every task.")
 
 
 def _check_classes(given: Labelled, known: list[str], update: bool, model: Path) -> None:
@@ -286,7 +314,7 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
     encoder = wish.encoder or COMPACT
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
     options |= {} if wish.memory_kind is None else {"memory_kind": wish.memory_kind}
-    return Learner("tpl", encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
+    return Learner(wish.method or METHOD, encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
 
 
 def _read(
@@ -322,11 +350,15 @@ def _choose(learner: Learner, ready: Labelled, wish: Wish) -> dict[str, Any]:
         set_options(learner, memory=images)
         if budget.bytes is not None:
             chosen["memory_budget_bytes"] = budget.bytes
+    if wish.passes is not None:
+        set_options(learner, passes=wish.passes)
     if wish.update:
         return chosen
     from tpl.schedule import epochs_for
 
     train = trained_on(ready, wish.held_out, learner.method.seed)
+    if not learner.classes_ and learner.method.name == PLUS:
+        set_options(learner, width=width_for(train))
     epochs = wish.epochs or epochs_for(learner.method, train)
     set_options(learner, epochs=epochs)
     return chosen | {"epochs": epochs}

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from tpl.learner import Learner
     from tpl.stream import ImageSet, Labelled
 
+PLUS = "tpl-plus"
+METHODS = ("tpl", PLUS)  # those whose models can be updated, told from unknown images, and exported
+METHOD = METHODS[0]
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
+MOST_FEATURES = 2048  # random ones, of tpl-plus: 17 MB in the model directory, and seconds to solve for after a task
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size stands for all
@@ -63,6 +67,13 @@ def as_task(given: Labelled, name: str) -> Any:
     from tpl.stream import Task
 
     return Task(name, given.class_names, given.images)
+
+
+def width_for(train: int) -> int:
+    """How many random features the expert of tpl-plus gets, for a first task of so many images."""
+    from tpl.methods.parts.ridge import features_for
+
+    return min(features_for(train), MOST_FEATURES)
 
 
 def encoded_size(images: ImageSet, learner: Learner) -> float:

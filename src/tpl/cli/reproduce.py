@@ -91,7 +91,7 @@ def reproduce(
         print_list(found, as_json)
         return
     options = overrides(epochs, lr, memory, latent, set_)
-    names = None if orders is None else class_orders(orders)
+    names = None if orders is None else class_orders(orders, to_run=evidence is None)
     if evidence is not None:
         judgements = _judge_folder(found, evidence, options, names, tolerance)
     else:

@@ -160,14 +160,15 @@ def _run(
     track: list[str],
     as_json: bool,
 ) -> None:
-    from tpl.bench.engines import create_engine
     from tpl.bench.suite import check_suite
+
+    checked = check_suite(content)
+    from tpl.bench.engines import create_engine
     from tpl.bench.suite_run import SuiteRun
     from tpl.bench.trackers import check_trackers
     from tpl.cli.suite_view import SuiteView, counts_line
 
     check_trackers(track)
-    checked = check_suite(content)
     engine = create_engine(engine_name, checked.device, workers, **engine_options)
     run = SuiteRun(checked, place, track)
     with run.open() as states:

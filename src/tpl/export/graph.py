@@ -15,7 +15,7 @@ from tpl.export.trunk import trunk_of
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
 from tpl.methods.base import task_of_class
-from tpl.methods.plus import ALL, TPLPlus
+from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.nets.encoder import ViTEncoder
 from tpl.scores.conformal import unknown_scores
@@ -29,13 +29,6 @@ def exportable(learner: Learner) -> TPL:
     method = learner.method
     if not isinstance(method, TPL) or method.name not in METHODS:
         raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
-    if isinstance(method, TPLPlus) and method.config.passes != ALL:
-        raise TplError(
-            f"This model asks only some of its tasks about an image (passes={method.config.passes}), a graph asks all. "
-            "Change that first, in Python: learner.method.rescore(passes='all'), then learner.save(...)."
-        )
-    if isinstance(method, TPLPlus) and method.view_ is not None:
-        raise TplError("All classes of this model's first task were removed; a graph has no place for what is left.")
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
     if not method.classes_:
@@ -78,5 +71,7 @@ class AnswerGraph(nn.Module):
         """What is seen beside the tasks' models, if anything: the trunk's last network is the encoder as it came."""
         if not self.method.asks_encoder:
             return None
-        both = isinstance(self.method, TPLPlus) and self.method.config.sees == "first"
-        return torch.cat([seen[-1], seen[0]], dim=1) if both else seen[-1]
+        if not isinstance(self.method, TPLPlus) or self.method.config.sees != "first":
+            return seen[-1]
+        first = 0 if self.method.view_ is None else len(self.method.bank.tasks)
+        return torch.cat([seen[-1], seen[first]], dim=1)

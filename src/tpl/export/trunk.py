@@ -78,27 +78,27 @@ class Trunk(nn.Module):
 
 
 def trunk_of(method: TPL, encoder: ViTEncoder, dtype: torch.dtype) -> Trunk:
-    """The trunk with a network for each task, and last, for a method that asks it, the encoder as it is."""
-    norms = [task.norms.detach() for task in method.bank.tasks]
+    """The trunk with a network for each of the method's models, and last, where it asks it, the encoder as it is."""
+    norms = [model.norms.detach() for model in method.models]
     if method.asks_encoder:  # its own norms, and nothing adapted
         norms.append(method.encoder.new_norms())
     return Trunk(encoder, torch.stack(norms), _adapters(method, len(norms), dtype), dtype)
 
 
 def _adapters(method: TPL, networks: int, dtype: torch.dtype) -> list[Adapter]:
-    bank = method.bank
-    bare = networks - len(bank.tasks)
+    bank, models = method.bank, method.models
+    bare = networks - len(models)
     shared = AdapterStack(*(weight.detach() for weight in bank.adapters.weights))
-    claims = [bank.protection.claim(task.embedding.detach()) for task in bank.tasks]
+    claims = [bank.protection.claim(model.embedding.detach()) for model in models]
     masks = [claim for claim in claims if claim is not None]
     if len(masks) == len(claims):  # masks of units: they act on what the units say
         masks += [torch.zeros_like(masks[0])] * bare
         down, up = (part.to(dtype)[:, None, None] for part in shared.split(torch.stack(masks)))
         rows = zip(shared.to(dtype).layers(), down.unbind(3), up.unbind(3), strict=True)
         return [Adapter(_turned(w.down_weight), w.down_bias, d, _turned(w.up_weight), w.up_bias, u) for w, d, u in rows]
-    folded = [
-        AdapterStack(*bank.weights(t)) for t in range(len(bank.tasks))
-    ]  # masks of weights: weights of its own for each network
+    folded = [  # masks of weights: weights of its own for each network
+        AdapterStack(*bank.protection.finished(bank.adapters.weights, model.embedding.detach())) for model in models
+    ]
     folded += [AdapterStack(*(torch.zeros_like(weight) for weight in shared))] * bare
     layers = zip(*(stack.to(dtype).layers() for stack in folded), strict=True)
     stacked = [AdapterStack(*(torch.stack(parts).detach() for parts in zip(*each, strict=True))) for each in layers]

@@ -24,6 +24,7 @@ from tpl.config import Config
 from tpl.engine import Compute, Event, Inference, Listener, Samples, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
+from tpl.names import refuse_unknown
 from tpl.nets import Encoder, unstacked
 from tpl.state import State
 from tpl.stream import ImageSet, Preprocess, Task
@@ -317,6 +318,5 @@ def load_methods() -> dict[str, type[Method]]:
 def find_method(name: str) -> type[Method]:
     """A method by name, or an error that lists them all."""
     methods = load_methods()
-    if name not in methods:
-        raise TplError(f"There is no method '{name}'; there are {', '.join(sorted(methods))}.")
+    refuse_unknown("method", name, sorted(methods))
     return methods[name]

@@ -23,7 +23,7 @@ from tpl.engine import Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Question, TaskModel, within_tasks
 from tpl.methods.base import register, task_of_class
-from tpl.methods.parts.ridge import RandomRidge, features_for
+from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder, unstacked
 from tpl.state import beginning_with
@@ -80,8 +80,7 @@ class TPLPlus(TPL):
         super().conclude(task, samples)
         seen, numbers = self._even(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
-            width = self.config.width or features_for(len(samples))
-            self.expert = RandomRidge.drawn(seen.shape[1], width, self.generator("projection"), self.compute.device)
+            self.expert = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"))
         if len(self.memory):  # it has all classes: better to choose on than the new ones alone
             self.expert.learn_whole(
                 seen, numbers, self._even(self._of_memory()), self.memory.labels.to(self.compute.device)
@@ -97,6 +96,11 @@ class TPLPlus(TPL):
         return torch.cat([self.encoder_features(pixels), self.memory_outputs_[0].features], dim=1)
 
     # Answers
+
+    @property
+    def models(self) -> list[TaskModel]:
+        """Those of the tasks; and the first one's, for the expert, if the bank has let it go."""
+        return [*self.bank.tasks, *([] if self.view_ is None else [self.view_])]
 
     @property
     def asks_encoder(self) -> bool:
@@ -195,7 +199,7 @@ class TPLPlus(TPL):
         """
         owner = task_of_class(self.task_classes_).to(says.device)
         count = len(self.task_classes_)
-        share = torch.zeros(len(says), count, dtype=torch.float64, device=says.device)
+        share = torch.zeros(says.shape[0], count, dtype=torch.float64, device=says.device)
         share.index_add_(1, owner, says.exp())
         if self.config.passes == ALL:
             return torch.ones_like(share, dtype=torch.bool)

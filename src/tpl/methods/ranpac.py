@@ -14,7 +14,7 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
-from tpl.methods.parts.ridge import RandomRidge, features_for
+from tpl.methods.parts.ridge import RandomRidge
 from tpl.nets import Encoder
 from tpl.state import State, beginning_with
 from tpl.stream import Task
@@ -48,13 +48,12 @@ class RanPAC(NetworkMethod):
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Adapt to a first task if wanted; then take up the task's features."""
+        if self.ridge is None and self.config.adapt == "first":
+            super().learn_task(task, samples, listen)
+        seen, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
         if self.ridge is None:
-            if self.config.adapt == "first":
-                super().learn_task(task, samples, listen)
-            width = self.config.width or features_for(len(samples))
-            self.ridge = RandomRidge.drawn(self.encoder.dim, width, self.generator("projection"), self.compute.device)
-        numbers = samples.labels + len(self.classes_)
-        self.ridge.learn(self.features(samples.pixels), numbers, self.generator("held out"))
+            self.ridge = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"))
+        self.ridge.learn(seen, numbers, self.generator("held out"))
 
     def features(self, pixels: Tensor) -> Tensor:
         """The encoder's features, or those of the network adapted to the first task."""

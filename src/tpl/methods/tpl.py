@@ -20,7 +20,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, within_tasks
+from tpl.methods.bank import Outputs, TaskModel, within_tasks
 from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, Traces, some_rows
 from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.replay import MemoryConfig, ReplayBank
@@ -101,6 +101,11 @@ class TPL(ReplayBank):
     def asks_encoder(self) -> bool:
         """Whether an answer needs the encoder's own features."""
         return self.config.memory_kind == FEATURES
+
+    @property
+    def models(self) -> list[TaskModel]:
+        """The models that images are seen through: those of the tasks first."""
+        return self.bank.tasks
 
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
         """As every replaying bank; or with an output for each replayed class, as the public code."""

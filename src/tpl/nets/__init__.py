@@ -4,7 +4,7 @@ from tpl.nets.adapters import Adapters, AdapterStack
 from tpl.nets.base import Encoder, Trainable, Weights, unstacked
 from tpl.nets.encoder import ViTEncoder, as_vit
 from tpl.nets.resnet import ResNetEncoder, is_resnet
-from tpl.nets.weights import ENCODERS, EncoderError, create_encoder
+from tpl.nets.weights import ENCODERS, EncoderError, check_encoder_name, create_encoder
 
 __all__ = [
     "ENCODERS",
@@ -17,6 +17,7 @@ __all__ = [
     "ViTEncoder",
     "Weights",
     "as_vit",
+    "check_encoder_name",
     "create_encoder",
     "is_resnet",
     "unstacked",

@@ -72,10 +72,17 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
     return ViTEncoder(model, name, digest, resolve_data_config(model=model), weights=None)
 
 
+def check_encoder_name(name: str) -> None:
+    """Refuse a name that is no network's, here or in timm."""
+    if name == compact.NAME or resnet.is_resnet(name) or timm.is_model(name.split(".")[0]):
+        return
+    near = timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5]
+    also = f" In timm: {', '.join(near)}, ..." if near else ""
+    raise EncoderError(f"timm knows no encoder '{name}'. Known here: {', '.join(ENCODERS)}.{also}")
+
+
 def _create(name: str, pretrained: bool) -> VisionTransformer:
-    if not timm.is_model(name.split(".")[0]):
-        near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5])
-        raise EncoderError(f"timm knows no encoder '{name}'. Known here: {', '.join(ENCODERS)}. In timm: {near}, ...")
+    check_encoder_name(name)
     model = timm.create_model(name, pretrained=pretrained, num_classes=0)
     if not isinstance(model, VisionTransformer):
         raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")

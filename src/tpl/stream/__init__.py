@@ -7,7 +7,7 @@ from tpl.stream.fingerprint import fingerprint
 from tpl.stream.images import ArrayImages, ImageSet, concatenate
 from tpl.stream.inputs import Batch, Found, Labelled, batches, batches_of, find_images, labelled_images, readable
 from tpl.stream.layouts import Source, image_folder
-from tpl.stream.orders import class_order
+from tpl.stream.orders import check_order, class_order
 from tpl.stream.preprocess import Preprocess
 from tpl.stream.sources import download_root, load_source
 from tpl.stream.task import Stream, Task, split
@@ -29,6 +29,7 @@ __all__ = [
     "UnreadableImage",
     "batches",
     "batches_of",
+    "check_order",
     "class_order",
     "concatenate",
     "decode",

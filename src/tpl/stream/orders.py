@@ -31,6 +31,15 @@ def class_order(spec: str | int, dataset: str, n: int) -> list[int]:
     return _from_file(Path(kind).expanduser(), key, dataset, n)
 
 
+def check_order(spec: str) -> None:
+    """Refuse a class order, as far as that can be told without its data set."""
+    kind = spec.rpartition(":")[0]
+    if not kind.lower().endswith(".json"):
+        class_order(spec, "", 1)
+    elif not Path(kind).expanduser().is_file():
+        raise DataError(f"there is no class-order file {kind}: check the path.")
+
+
 def _random(seed: str, n: int) -> list[int]:
     if not seed.isdecimal():
         raise DataError(f"the seed of a random class order must be a whole number, 0 or more, not {seed!r}.")

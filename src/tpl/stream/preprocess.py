@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -17,6 +16,9 @@ from tpl.stream.errors import DataError, UnreadableImage
 from tpl.stream.images import ImageSet
 from tpl.stream.resample import FILTERS, Geometry, matching, resample
 from tpl.stream.threads import in_chunks
+
+if TYPE_CHECKING:  # torch takes seconds to import, and who looks for images does not need it
+    import torch
 
 # An image with more pixels than this many times the encoder's input is resized before it is sent to a device.
 _LARGE = 4
@@ -82,6 +84,8 @@ class Preprocess:
         A GPU resizes images of one size itself, to the same pixels. `progress` is called in this thread with
         the number of images finished since its last call.
         """
+        import torch
+
         out = torch.empty((len(images), 3, self.height, self.width), dtype=torch.uint8, device=device or "cpu")
         resizer = out.device if _resizes_well(out.device) else None
 
@@ -97,16 +101,19 @@ class Preprocess:
         return out
 
     def normaliser(
-        self, device: torch.device, dtype: torch.dtype = torch.float32
+        self, device: torch.device, dtype: torch.dtype | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """What turns uint8 pixels [n, 3, h, w] on `device` into the numbers the encoder was trained on.
 
         Its constants are on the device already: nothing is sent step by step. The arithmetic is float32 whatever
-        `dtype` the result has.
+        `dtype` the result has (by default float32, too).
         """
+        import torch
+
         mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
         scale, shift = (1 / (255 * std)).float().to(device), (mean / std).float().to(device)
-        return lambda pixels: (pixels.float() * scale - shift).to(dtype)
+        wanted = dtype or torch.float32
+        return lambda pixels: (pixels.float() * scale - shift).to(wanted)
 
     def _read(
         self, images: ImageSet, chunk: range, resizer: torch.device | None

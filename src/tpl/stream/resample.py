@@ -14,12 +14,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _ONE = 1 << 22  # Pillow keeps weights as whole multiples of 1 / _ONE
 _CHUNK_BYTES = 1 << 28  # float64 held at one time; a large batch goes through in chunks of this size
@@ -90,6 +93,8 @@ def matching(
 
     Tried on `device`, so one whose float64 is not exact is found out as well.
     """
+    import torch
+
     noise = np.random.default_rng(0).choice(np.array([0, 255], np.uint8), (*geometry.source, 3))
     expected = np.asarray(transform(Image.fromarray(noise))).transpose(2, 0, 1)
     for candidate in (geometry, replace(geometry, height_first=True)):
@@ -129,6 +134,8 @@ def _rounded(sums: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _steps(geometry: Geometry, device: torch.device) -> tuple[slice, slice, Tensor | None, Tensor | None]:
     """The rows and columns that matter, the matrix over rows, and the one over columns, transposed."""
+    import torch
+
     rows, vertical = _step(geometry, 0)
     columns, horizontal = _step(geometry, 1)
     return (

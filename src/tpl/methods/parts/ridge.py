@@ -52,9 +52,10 @@ class RandomRidge:
         self.weights = self.sums
 
     @classmethod
-    def drawn(cls, dim: int, width: int, generator: torch.Generator, device: torch.device) -> Self:
-        """One that has seen nothing, with a projection by lot."""
-        return cls(torch.randn(dim, width, generator=generator).to(device))
+    def drawn_for(cls, z: Tensor, width: int, generator: torch.Generator) -> Self:
+        """One that has seen nothing, with a projection by lot; a `width` of 0 suits a first task with features `z`."""
+        width = width or features_for(len(z))
+        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device))
 
     @property
     def classes(self) -> int:

@@ -8,17 +8,18 @@ from collections.abc import Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from PIL import Image
 
 from tpl.stream.decoding import decode
 from tpl.stream.errors import UnreadableImage
-from tpl.stream.files import read_bytes
 from tpl.stream.images import ImageSet, Labels, Wrapped, as_labels
-from tpl.stream.inputs.walk import Found
 from tpl.stream.preprocess import Preprocess
+
+if TYPE_CHECKING:
+    import torch
 
 SIZE = 256
 
@@ -36,7 +37,18 @@ class Batch:
     pixels: torch.Tensor
 
 
-def batches(found: Iterable[Found], preprocess: Preprocess, size: int = SIZE) -> Generator[Batch]:
+class ImageFile(Protocol):
+    """An image file, wherever it lies; UnreadableImage where its content cannot be had."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where it came from."""
+
+    def read(self) -> bytes:
+        """Its content."""
+
+
+def batches(found: Iterable[ImageFile], preprocess: Preprocess, size: int = SIZE) -> Generator[Batch]:
     """`found` in batches of `size`, decoded in threads while the one before is in use. Three are held at most."""
     source = iter(found)
     return _ahead(_ready(_Found(some), preprocess) for some in iter(lambda: tuple(islice(source, size)), ()))
@@ -87,15 +99,16 @@ def _ahead(items: Iterable[Batch]) -> Generator[Batch]:
 def _ready(images: ImageSet, preprocess: Preprocess) -> Batch:
     tolerant = _Tolerant(images, preprocess)
     pixels = preprocess.batch(tolerant)
-    readable = torch.tensor([error is None for error in tolerant.errors], dtype=torch.bool)
+    readable = [i for i, error in enumerate(tolerant.errors) if error is None]
     names = tuple(images.name(i) for i in range(len(images)))
-    return Batch(names, images.labels, tuple(tolerant.errors), pixels if bool(readable.all()) else pixels[readable])
+    kept = pixels if len(readable) == len(images) else pixels[readable]
+    return Batch(names, images.labels, tuple(tolerant.errors), kept)
 
 
 class _Found(ImageSet):
     """Found images, without labels."""
 
-    def __init__(self, found: tuple[Found, ...]) -> None:
+    def __init__(self, found: tuple[ImageFile, ...]) -> None:
         self._found = found
 
     @property
@@ -107,9 +120,7 @@ class _Found(ImageSet):
 
     def load(self, index: int) -> Image.Image:
         item = self._found[index]
-        if item.entry is None:
-            raise UnreadableImage(item.error)
-        return decode(read_bytes(item.entry), item.name)
+        return decode(item.read(), item.name)
 
     def name(self, index: int) -> str:
         return self._found[index].name

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from tpl.stream.errors import DataError
-from tpl.stream.files import Archive, Entry, ZipMember, _hidden, is_image_name
+from tpl.stream.errors import DataError, UnreadableImage
+from tpl.stream.files import Archive, Entry, ZipMember, _hidden, is_image_name, read_bytes
 
 STDIN = "-"
 # A folder is sorted in pieces of this many entries: usual folders come in order, huge ones in constant memory.
@@ -25,6 +25,12 @@ class Found:
     name: str
     entry: Entry | None
     error: str = ""
+
+    def read(self) -> bytes:
+        """The file's content."""
+        if self.entry is None:
+            raise UnreadableImage(self.error)
+        return read_bytes(self.entry)
 
 
 def find_images(names: Iterable[str], stdin: BinaryIO | None = None) -> Iterator[Found]:
