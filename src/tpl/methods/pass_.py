@@ -15,10 +15,10 @@ Adapted to adapters: they, the layer norms and the head are trained by the toolk
 steps are a hundred times too long, so both defaults are 1 (chosen on held-out digits). The distance of features is
 divided by their length: its slope does not fade as the distance does, so its weight has to fit the scale of features
 and the size of a batch, and a ViT's features are 40 to 60 long (measured by the distance itself, ViT-tiny's steps
-overshot, and all images ended at one point). The published weight 10 then serves both encoders that were tried. The old
-network is a copy of adapters, norms and head. Rotations work at any image size (a public code has 32 pixels built in), and each is a pass
-through the encoder: four times the cost of fine-tuning. As many prototypes a step as the batch has images is the
-original's rule; a public code draws none while there are fewer old classes than new ones.
+overshot, and all images ended at one point). The published weight 10 then comes to what held-out digits asked for. The
+old network is a copy of adapters, norms and head. Rotations work at any image size (a public code has 32 pixels built
+in), and each is a pass through the encoder: four times the cost of fine-tuning. As many prototypes a step as the batch
+has images is the original's rule; a public code draws none while there are fewer old classes than new ones.
 """
 
 from __future__ import annotations
