@@ -43,11 +43,14 @@ class RunSpec:
 
     def all_options(self) -> dict[str, Any]:
         """The benchmark's options for this method and encoder, overridden by those given."""
-        config = find_method(self.method).config_class
+        method = find_method(self.method)
+        config = method.config_class
         fields = {f.name for f in dataclasses.fields(config)}
         benchmark = self._benchmark()
         scratch = benchmark.from_scratch if is_resnet(self.encoder) else {}
         prescribed = benchmark.options | benchmark.by_method.get(self.method, {}) | scratch
+        if method.own_rate:
+            prescribed.pop("lr", None)
         merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
         if merged.get("memory") == SMALL:
             merged["memory"] = benchmark.smaller_memory()

@@ -44,6 +44,7 @@ class Method(ABC):
     config_class: ClassVar[type[Config]]
     from_scratch: ClassVar[bool] = False  # whether it can also train an encoder that has no pre-trained trunk
     cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
+    own_rate: ClassVar[bool] = False  # its optimiser is not SGD: a benchmark's learning rate is not meant for it
     splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
 
     memory: Memory | None = None

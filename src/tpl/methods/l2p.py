@@ -15,7 +15,8 @@ it is, and users saw accuracy fall by ten points when images came one by one. He
 training and in answering, as the paper's text has it.
 
 There are no adapters, as published. Trained by Adam, as published (SGD at the usual rates does not move prompts):
-`momentum` is its first beta. Each image takes two passes through the encoder.
+`momentum` is its first beta, and a benchmark's learning rate, which is meant for SGD, is not taken over: `lr` stays at
+its own default unless it is given. Each image takes two passes through the encoder.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class L2P(Method):
     paper = "Wang et al., Learning to Prompt for Continual Learning, CVPR 2022"
     keeps = "a pool of prompts"
     cost = "two passes a training image and epoch; two an answer"
+    own_rate = True
     splits = True
     config_class = L2PConfig
     config: L2PConfig

@@ -42,8 +42,20 @@ def test_balanced_distillation_by_hand() -> None:
     p = (teacher / temperature).exp()[0] * weights
     p = p / p.sum()
     q = (student / temperature).exp()[0]
-    by_hand = -(p * (q / q.sum()).log()).sum()
+    by_hand = -4 * (p * (q / q.sum()).log()).sum()
     torch.testing.assert_close(balanced_distillation(student, teacher, weights, temperature)[0], by_hand)
+
+
+def test_a_temperature_does_not_slow_the_compression_down() -> None:
+    """Logits that are near each other: the pull towards the teacher is that of plain cross-entropy, whatever T is."""
+    teacher, student = torch.tensor([[0.1, 0.0, -0.1]]), torch.zeros(1, 3)
+    pulls = []
+    for temperature in (1.0, 2.0, 4.0):
+        moving = student.clone().requires_grad_()
+        balanced_distillation(moving, teacher, torch.ones(3), temperature).sum().backward()  # type: ignore[no-untyped-call]
+        assert moving.grad is not None
+        pulls.append(float(moving.grad.norm()))
+    assert pulls == pytest.approx([pulls[0]] * 3, rel=0.05)
 
 
 @pytest.fixture(scope="module")

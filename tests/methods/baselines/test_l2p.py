@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
+from tpl.bench.run import RunSpec
 from tpl.errors import TplError
-from tpl.methods.l2p import L2P, PromptLoss, choose
+from tpl.methods.l2p import L2P, L2PConfig, PromptLoss, choose
 from tpl.nets.prompts import prompted
 from tpl.stream import Stream
 
@@ -110,3 +111,10 @@ def test_impossible_choices_are_explained() -> None:
         new_method(pool=4, chosen=5)
     with pytest.raises(TplError, match="trained by Adam"):
         new_method(nesterov=True)
+
+
+def test_a_benchmarks_rate_is_not_for_adam() -> None:
+    options = RunSpec("digits-5t", "l2p").all_options()
+    assert (options["lr"], options["epochs"]) == (L2PConfig().lr, 4)  # 0.05 would be SGD's
+    assert RunSpec("digits-5t", "l2p", options={"lr": 0.01}).all_options()["lr"] == 0.01
+    assert RunSpec("digits-5t", "replay").all_options()["lr"] == 0.05

@@ -80,21 +80,48 @@ def test_the_loss_by_hand(learned: Learner) -> None:
     loss = objective.losses(images, labels, torch.zeros(()), draws)
 
     with torch.no_grad():
-        entropy, apart = [], 0.0
+        entropy, apart, length = [], 0.0, 0.0
         for k in range(4):
             views = torch.rot90(images[:2], k, (2, 3))
             z = network.features(views)
             entropy.append(-(network.logits(z) / 0.5).log_softmax(dim=1)[:, 16 + k])
-            apart += float((z - teacher.features(views)).square().sum())
+            before = teacher.features(views)
+            apart += float((z - before).square().sum())
+            length += float(before.square().sum())
         old, numbers = noisy(method.prototypes.float(), method.radius.float(), draws[0], 16)
         recalled = F.nll_loss((network.logits(old) / 0.5).log_softmax(dim=1), 4 * numbers)
-    expected = torch.cat(entropy).mean() + 2 * recalled + 0.2 * apart**0.5
+    expected = torch.cat(entropy).mean() + 2 * recalled + 0.2 * (apart / length) ** 0.5
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     assert numbers.unique().numel() > 1 and apart > 0
 
     loss.sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for p in network.parameters())
+
+
+def test_the_pull_does_not_depend_on_the_features_scale(learned: Learner) -> None:
+    """Features eight times as long: measured by the distance itself, the pull would be eight times as strong."""
+    method = learned.method
+    assert isinstance(method, PASS)
+    g = torch.Generator().manual_seed(0)
+    images, labels, pulls = torch.randn(3, 3, 32, 32, generator=g), torch.tensor([[2, 3, 3]]), []
+    for scale in (1.0, 8.0):
+        network, teacher = method.network.copy(), method.network.copy()
+        with torch.no_grad():
+            network.adapters.up_bias += torch.randn(
+                network.adapters.up_bias.shape, generator=torch.Generator().manual_seed(2)
+            )
+            for part in (network, teacher):
+                part.norms[-1] *= scale  # the last norm: what follows it is the head
+        losses = []
+        for weight in (0.0, 1.0):
+            objective = PassLoss(network, teacher, method)
+            objective.config = method.config.replace(distill=weight)
+            draws = torch.rand(1, objective.numbers, generator=torch.Generator().manual_seed(1))
+            losses.append(float(objective.losses(images, labels, torch.zeros(()), draws)))
+        pulls.append(losses[1] - losses[0])
+    assert pulls[0] > 0.01
+    assert pulls[1] == pytest.approx(pulls[0], rel=1e-2)
 
 
 def test_a_network_that_has_not_moved_is_not_pulled(learned: Learner) -> None:
