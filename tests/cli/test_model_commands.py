@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError, cli
-from tpl.cli.model_plan import Budget, width_for
+from tpl.cli.model_plan import Budget, method_for, width_for
 from tpl.cli.model_words import listed, printable, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
@@ -574,10 +574,10 @@ def test_a_model_without_stored_images(tmp_path: Path) -> None:
 
 def test_a_model_of_tpl_plus(place: Path, tmp_path: Path) -> None:
     model, fast = tmp_path / "model", ["--epochs", "1", "--device", "cpu"]
-    report = ask("learn", model, place / "pets", "--method", "tpl-plus", "--encoder", SMALL_VIT, *fast)
+    report = ask("learn", model, place / "pets", "--encoder", SMALL_VIT, *fast)
     assert report["bytes"] < 20e6
     options = json.loads((model / "model.json").read_text())["options"]
-    assert (options["width"], options["passes"]) == (1000, "all")  # 256 would be too narrow for what is to come
+    assert (options["width"], options["passes"]) == (1024, "all")
     assert refusal("learn", model, place / "birds", "--passes", "few").startswith(
         "passes must be all, auto or a number"
     )
@@ -592,6 +592,10 @@ def test_a_model_of_tpl_plus(place: Path, tmp_path: Path) -> None:
     assert ask("evaluate", model, place / "test", "--device", "cpu")["images"] == 30
 
 
-@pytest.mark.parametrize(("images", "width"), [(1, 1000), (600, 1200), (50_000, 1800)])
+def test_a_network_from_scratch_has_no_expert() -> None:
+    assert (method_for("compact"), method_for("resnet18:8")) == ("tpl-plus", "tpl")
+
+
+@pytest.mark.parametrize(("images", "width"), [(1, 1024), (600, 1200), (50_000, 2048)])
 def test_the_expert_of_a_model_from_folders_is_neither_narrow_nor_huge(images: int, width: int) -> None:
     assert width_for(images) == width

@@ -22,7 +22,7 @@ OPTIONS = {"sees": "encoder", "weight": 1.0, "latent": 16, "epochs": 2, "batch_s
 def method(small_stream: Stream) -> TPLPlus:
     learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **OPTIONS)
     for task in small_stream:
-        learner.learn(task)
+        learner.learn(task, held_out=0)
     assert isinstance(learner.method, TPLPlus)
     return learner.method
 
@@ -112,3 +112,31 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     again = Learner.load(tmp_path / "model", device="cpu").method
     torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
     assert method.passes(common) == 1
+
+
+def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream, tmp_path: Path) -> None:
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **OPTIONS)
+    for task in small_stream[:2]:
+        learner.learn(task, held_out=0.25)
+    method = learner.method
+    assert isinstance(method, TPLPlus)
+    assert method.balance_.images == 2 * 2 * 4  # tasks, classes, a quarter of 16
+    assert small_stream[1].test is not None
+    pixels = method.preprocess.batch(small_stream[1].test)
+    a, w = method.exponents
+    common = method.common_features(pixels)
+    bank = TPL.log_probabilities_of(method, method.outputs(pixels), common=common)
+    product = (a * bank + w * method.expert_says(common)).log_softmax(dim=1)
+    torch.testing.assert_close(method.log_probabilities(pixels), product)
+    learner.save(tmp_path / "model")
+    again = Learner.load(tmp_path / "model", device="cpu").method
+    assert isinstance(again, TPLPlus) and again.exponents == (a, w)
+    method.rescore(balance="fixed")
+    assert method.exponents == (1.0, OPTIONS["weight"])
+
+
+def test_an_update_adds_held_out_images(small_stream: Stream) -> None:
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1}))
+    learner.learn(small_stream[0], held_out=0.25)
+    learner.update(small_stream[0], held_out=0.25)
+    assert isinstance(learner.method, TPLPlus) and learner.method.balance_.images == 2 * 8

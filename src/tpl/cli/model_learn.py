@@ -14,7 +14,6 @@ import typer
 from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json, separate
 from tpl.cli.model_plan import (
     MEMORY,
-    METHOD,
     METHODS,
     OPTIONS,
     PLUS,
@@ -22,6 +21,7 @@ from tpl.cli.model_plan import (
     as_task,
     encoded_size,
     estimate,
+    method_for,
     set_options,
     trained_on,
     width_for,
@@ -70,7 +70,10 @@ def learn(
     update: Annotated[bool, typer.Option("--update", help="The images are more of classes it knows.")] = False,
     name: Annotated[str | None, typer.Option(help="What to call the task; by default as FOLDER is called.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="tpl (default); tpl-plus: a classifier over all classes beside the tasks' own.")
+        str | None,
+        typer.Option(
+            help="tpl-plus (default): the tasks' models and a classifier over all classes; tpl: the former alone."
+        ),
     ] = None,
     encoder: Annotated[
         str | None, typer.Option(help="compact (default, ships with the package) or any ViT/DeiT of timm.")
@@ -118,7 +121,7 @@ def learn(
 
     `tpl learn model photos/ --memory-kind features`
 
-    `tpl learn model photos/ --method tpl-plus --passes auto`
+    `tpl learn model photos/ --passes auto`
     """
     from tpl.store import ModelStore
     from tpl.stream import labelled_images
@@ -188,7 +191,7 @@ def _known_classes(store: ModelStore, wish: Wish) -> list[str]:
     if not store.exists():
         if wish.update:
             raise TplError(f"{store.path} holds no model yet; --update adds images to one. Learn without it first.")
-        _check_passes(wish, wish.method or METHOD)
+        _check_passes(wish, wish.method or method_for(wish.encoder or ""))
         return []
     header = store.header()
     fixed = {
@@ -314,7 +317,9 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
     encoder = wish.encoder or COMPACT
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
     options |= {} if wish.memory_kind is None else {"memory_kind": wish.memory_kind}
-    return Learner(wish.method or METHOD, encoder, wish.weights, wish.device, seed=wish.seed or 0, **options)
+    return Learner(
+        wish.method or method_for(encoder), encoder, wish.weights, wish.device, seed=wish.seed or 0, **options
+    )
 
 
 def _read(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tpl.stream import ImageSet, Labelled
 
 PLUS = "tpl-plus"
-METHODS = ("tpl", PLUS)  # those whose models can be updated, told from unknown images, and exported
-METHOD = METHODS[0]
+METHODS = (PLUS, "tpl")  # those whose models can be updated, told from unknown images, and exported
+FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: nothing for the expert of tpl-plus to stand on
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
 MOST_FEATURES = 2048  # random ones, of tpl-plus: 17 MB in the model directory, and seconds to solve for after a task
@@ -67,6 +67,11 @@ def as_task(given: Labelled, name: str) -> Any:
     from tpl.stream import Task
 
     return Task(name, given.class_names, given.images)
+
+
+def method_for(encoder: str) -> str:
+    """The method of a new model, where nobody asks for another."""
+    return "tpl" if encoder.partition(":")[0] == FROM_SCRATCH else PLUS
 
 
 def width_for(train: int) -> int:

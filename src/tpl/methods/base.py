@@ -167,10 +167,13 @@ class Method(ABC):
         The task's classes must be new (a cumulative method starts afresh instead). `held` are images of them that are
         not trained on.
         """
-        with self.learning(task, listen) as samples:
-            self.learn_task(task, samples, listen)
-            if held is not None and len(held):
-                self.hold_out(held)
+        if held is None or not len(held):
+            with self.learning(task, listen) as samples:
+                self.learn_task(task, samples, listen)
+            return
+        with self._attempt():
+            self.learn(task, listen)
+            self.hold_out(held)
 
     def update(self, task: Task, held: Samples, listen: Listener = silent) -> None:
         """Take up more images of known classes, or stay as before if that fails or is interrupted."""

@@ -1,11 +1,11 @@
 """TPL with a global expert: the bank's answer times that of ridge regression on random features.
 
-    P(class | x) ~ P_bank(class | x) * P_global(class | x)^w
+    P(class | x) ~ P_bank(class | x)^a * P_global(class | x)^w
 
 The bank knows each task well and the others little; the global expert (RanPAC's classifier) knows all classes a little.
 What they get wrong differs, so their product is better than either. The expert sees the encoder's own features, and
 those under the first task's model, which are nearer to the images at hand and never change. It also says which tasks
-are worth asking at all (`passes`).
+are worth asking at all (`passes`). a is 1 and w an option, unless images held out of training say better.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tpl.engine import Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Question, TaskModel, within_tasks
 from tpl.methods.base import register, task_of_class
+from tpl.methods.parts.balance import Balance
 from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder, unstacked
@@ -32,6 +33,7 @@ from tpl.stream import Task
 ALL, AUTO = "all", "auto"
 EXPERT = "expert."
 VIEW = "view."
+BALANCE = "balance."
 NEVER = -1e4  # log-probability of a class whose task was not asked: below any other, and still a number
 
 
@@ -45,7 +47,12 @@ class PlusConfig(TPLConfig):
         ("encoder", "first"),
     )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
-    weight: float = option(2.0, "w: how much the expert counts; 0 leaves TPL alone", minimum=0)
+    weight: float = option(2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0)
+    balance: str = option(
+        "fitted",
+        "how much bank and expert count: by images held out, where there are any; or fixed",
+        ("fitted", "fixed"),
+    )
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
     covered: float = option(0.9, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
@@ -68,11 +75,12 @@ class TPLPlus(TPL):
     config_class = PlusConfig
     from_scratch = False  # the expert stands on the encoder's own features
     config: PlusConfig
-    rescorable = TPL.rescorable | {"weight", "passes", "covered"}
+    rescorable = TPL.rescorable | {"weight", "balance", "passes", "covered"}
 
     def __init__(self, encoder: Encoder, config: PlusConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
+        self.balance_ = Balance()
         self.view_: TaskModel | None = None  # the first task's model, once the bank has let it go
 
     def conclude(self, task: Task, samples: Samples) -> None:
@@ -87,6 +95,24 @@ class TPLPlus(TPL):
             )
         else:
             self.expert.learn(seen, numbers, self.generator("held out"))
+
+    def hold_out(self, held: Samples) -> None:
+        """As TPL; and the held-out images tell how far bank and expert can be trusted."""
+        super().hold_out(held)
+        self._weigh(held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own)
+
+    def _weigh(self, pixels: Tensor, numbers: Tensor) -> None:
+        """Take note of images that neither the bank nor the expert was trained on, and of their classes."""
+        if len(numbers) and len(self.classes_) > 1:
+            common = self.common_features(pixels)
+            bank = super().log_probabilities_of(self.outputs(pixels), common=common)
+            self.balance_ = self.balance_.noted(bank, self.expert_says(common), numbers)
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """a and w."""
+        fitted = self.config.balance == "fitted" and self.balance_.images > 0
+        return self.balance_.exponents if fitted else (1.0, self.config.weight)
 
     def _of_memory(self) -> Tensor:
         """The `common_features` of the memory's images; what the first task's model says of them is there already."""
@@ -150,7 +176,8 @@ class TPLPlus(TPL):
         says = self.expert_says(common)
         if self.config.passes == ALL:
             bank = super().log_probabilities_of(outputs, scores, common)
-            return (bank + self.config.weight * says).log_softmax(dim=1)
+            a, w = self.exponents
+            return (a * bank + w * says).log_softmax(dim=1)
         scores = self.task_scores(outputs, common) if scores is None else scores
         return self._of_some(within_tasks(outputs), scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
 
@@ -188,9 +215,9 @@ class TPLPlus(TPL):
     def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
         """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
         owner = task_of_class(self.task_classes_).to(scores.device)
-        tasks = self.task_log_probabilities(scores).clamp_min(NEVER)
-        within = within.masked_fill(scores.isneginf()[:, owner], 0)
-        return (within + tasks[:, owner] + self.config.weight * says).log_softmax(dim=1)
+        a, w = self.exponents
+        bank = a * (within + self.task_log_probabilities(scores)[:, owner])
+        return (bank.masked_fill(scores.isneginf()[:, owner], NEVER) + w * says).log_softmax(dim=1)
 
     def tasks_to_ask(self, says: Tensor) -> Tensor:
         """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes.
@@ -225,6 +252,7 @@ class TPLPlus(TPL):
         super().update_classes(task, samples, held)
         assert self.expert is not None
         self.expert.update(self._even(self.common_features(samples.pixels)), self.numbers_of(task, samples))
+        self._weigh(held.pixels, self.numbers_of(task, held))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""
@@ -237,6 +265,8 @@ class TPLPlus(TPL):
     def shared_state(self) -> dict[str, Tensor]:
         """The calibration, and the expert's sums."""
         expert = {} if self.expert is None else self.expert.state()
+        if self.balance_.images:
+            expert |= {BALANCE + k: v for k, v in self.balance_.state().items()}
         if self.view_ is not None:
             expert |= {VIEW + k: v.detach() for k, v in self.view_.state_dict().items()}
         return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
@@ -246,5 +276,6 @@ class TPLPlus(TPL):
         super().load_own_state(shared, tasks)
         found = beginning_with(EXPERT, shared)
         self.expert = RandomRidge.from_state(found) if found else None
+        self.balance_ = Balance.from_state(beginning_with(BALANCE, found))
         view = beginning_with(VIEW, found)
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None
