@@ -5,7 +5,7 @@ python recipes/choose_scratch.py --data cifar100/ --encoder resnet18:8 --per-cla
 
 Every alternative is a list of options that differ from the benchmark's own for this encoder ("" for none), with
 `method` and `encoder` among them. Each prints one JSON line as soon as it is done: the options, Last, AIA, TIL and task
-prediction in per cent, the capacity after each task, the last epoch's losses, and how long it took.
+prediction in per cent, TIL of every task, the capacity after each, the last epoch's losses, and how long it took.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def summary(stages: list[StageResult], stream: Stream) -> dict[str, Any]:
         "last": metrics.last(cil, sizes), "aia": metrics.average_incremental(cil, sizes),
         "til": metrics.last(til, sizes), "tp": metrics.last(tp, sizes),
     }  # fmt: skip
-    return {name: round(float(value), 2) for name, value in numbers.items()}
+    by_task = [round(float(value), 1) for value in til[-1]]  # late tasks fall behind where the network is full
+    return {name: round(float(value), 2) for name, value in numbers.items()} | {"til_by_task": by_task}
 
 
 class Watch:
