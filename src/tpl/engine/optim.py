@@ -27,7 +27,7 @@ class GatedSGD(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults)
-        # Where a parameter may move, and how far: None where it is free to move at all.
+        # Where a parameter may move, and how far; None: freely, wherever it may move at all.
         self.gates: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._factor: Tensor | None = None  # on the device, where a recorded step reads it
 

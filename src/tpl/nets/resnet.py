@@ -75,7 +75,7 @@ class ResNetEncoder(Encoder):
         return through(self.layout, images, norms, tuple(weights), dtype, learning, notice)
 
     def fuse(self) -> None:
-        """Compile training steps: norm, mask, sum and ReLU become one kernel; half a minute for every batch size."""
+        """Compile training steps: norm, mask, sum and ReLU can become one kernel; takes a while at every batch size."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         self.through, self.fused = torch.compile(network, dynamic=False), True
 
