@@ -49,3 +49,15 @@ def test_an_overflow_cannot_reach_a_protected_weight() -> None:
     p.grad = torch.tensor([torch.inf, 1.0])
     optimiser.step()
     assert p[0] == 1
+
+
+def test_a_half_open_gate_lets_half_of_the_update_through_at_any_rate() -> None:
+    """And so do gates of 0 and 1 alone, which need no product."""
+    for gate in (torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0.0, 1.0, 1.0])):
+        p = torch.ones(3, requires_grad=True)
+        optimiser = GatedSGD([p], lr=0.1)
+        optimiser.gate(p, gate)
+        optimiser.scale_rate(0.5)
+        p.grad = torch.full((3,), 2.0)
+        optimiser.step()
+        torch.testing.assert_close(p.detach(), 1 - 0.1 * gate)

@@ -29,11 +29,12 @@ def train_a_little(
     compiled: bool = False,
     technique: type[Technique] = Technique,
     protect: str = "hat",
+    encoder_name: str = "compact",
 ) -> tuple[list[torch.Tensor], list[float]]:
     """A plain network has a class for replayed images; a technique has none, and only some want to see them."""
     plain_head = technique is Technique
     compute = choose_compute("cuda", precision)
-    encoder = create_encoder("compact").to(compute.device)
+    encoder = create_encoder(encoder_name).to(compute.device)
     if compiled:
         encoder.fuse()
     normalise = Preprocess(encoder.data_config).normaliser(compute.device, compute.dtype)
@@ -52,7 +53,7 @@ def train_a_little(
     optimiser = RECIPE.optimiser(objective.parameters())
     objective.protect(optimiser)
     numbers = objective.techniques[0].numbers
-    feed = Feed([Batches(*own, numbers=numbers) for own in batches], full=recorded)
+    feed = Feed([Batches(*own, numbers=numbers, whole=encoder.batch_norms) for own in batches], full=recorded)
     plain = Step(objective, optimiser, feed, normalise)
     step = RecordedStep(plain) if recorded else plain
     for _ in range(4):  # three full batches and one of two images an epoch
@@ -93,8 +94,11 @@ def test_recorded_and_plain_steps_under_supermasks_give_the_same_numbers(precisi
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_and_plain_steps_give_the_same_numbers() -> None:
-    (plain, plain_loss), (compiled, compiled_loss) = (train_a_little(c, "fp32", 2, compiled=c) for c in (False, True))
+@pytest.mark.parametrize(("encoder", "networks"), [("compact", 2), ("resnet18:8", 1)])
+def test_compiled_and_plain_steps_give_the_same_numbers(encoder: str, networks: int) -> None:
+    (plain, plain_loss), (compiled, compiled_loss) = (
+        train_a_little(c, "fp32", networks, compiled=c, encoder_name=encoder) for c in (False, True)
+    )
     assert plain_loss == pytest.approx(compiled_loss, rel=1e-3)
     for a, b in zip(plain, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)

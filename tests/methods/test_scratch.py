@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from tpl import Learner, Task
-from tpl.engine import silent
+from tpl.engine import Compute, Event, silent
 from tpl.errors import TplError
 from tpl.methods import learn_together, load_methods
 from tpl.methods.bank import BankMethod
-from tpl.methods.tpl import TPL
+from tpl.methods.tpl import TPL, TPLConfig
+from tpl.nets import ResNetEncoder, create_encoder
+from tpl.nets.resnet import network
 from tpl.stream import Stream
 
 ENCODER = "resnet18:8"
@@ -150,6 +152,44 @@ def test_single_networks_learn_save_and_answer_image_by_image(method: str, strea
     torch.testing.assert_close(alone, log_p, rtol=1e-4, atol=1e-4)
     learner.save(tmp_path / "model")
     assert torch.equal(Learner.load(tmp_path / "model", device="cpu").log_probabilities(newest), log_p)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_full_network_warns_and_still_learns(left: int, stream: Stream) -> None:
+    """With hardly a unit left, or none: a task has its own norms, mask and head, and no weight in use moves."""
+    learner = Learner("tpl", "resnet18:4", device="cpu", epochs=8, batch_size=8, lr=0.1, memory=12, weight_decay=5e-4)
+    assert isinstance(learner.method, TPL)
+    bank, events = learner.method.bank, list[Event]()
+    learner.method.learn(stream[0], events.append)
+    assert not [event for event in events if event.kind == "warning"]
+    own = bank.unit_mask(0)
+    assert own is not None
+    bank.used = torch.ones_like(own)
+    bank.used[(own == 0).nonzero()[:left]] = 0
+    kernels, probe = bank.adapters.state_dict()["kernels"], probes(learner, stream[:1])
+    before, seen = kernels.clone(), bank.outputs(probe, 0)
+    (closed,) = (gate == 0 for gate in bank.adapters.gates(bank.used))
+    learner.method.learn(stream[1], events.append)
+    (warning,) = [event.data["text"] for event in events if event.kind == "warning"]
+    assert "a wider network" in warning and f"{float(closed.float().mean()):.1%}" in warning
+    assert torch.equal(kernels[closed], before[closed]) and bool(closed.all()) == (not left)
+    assert all(torch.equal(a, b) for a, b in zip(bank.outputs(probe, 0), seen, strict=True))
+    assert all(bool(t.isfinite().all()) for t in learner.method.state().tasks[1].values())
+    newest = stream[1].test
+    assert newest is not None
+    log_p = learner.log_probabilities(newest)
+    torch.testing.assert_close(log_p.exp().sum(dim=1), torch.ones(len(log_p), dtype=torch.float64))
+    assert np.mean(log_p[:, 2:].argmax(dim=1).numpy() == newest.labels) > 0.8  # of two classes
+
+
+def test_compiling_is_for_large_images_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *given: function(*given))
+    for small_too in (False, True):
+        encoder = create_encoder(ENCODER)
+        assert isinstance(encoder, ResNetEncoder)
+        compute = Compute(torch.device("cpu"), bf16=False, compiled=True, small_too=small_too)
+        TPL(encoder, TPLConfig(), compute)
+        assert encoder.fused == small_too == (encoder.through is not network)
 
 
 def test_what_needs_pre_training_says_so() -> None:

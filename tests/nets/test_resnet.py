@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from tpl.errors import TplError
-from tpl.nets import EncoderError, ResNetEncoder, create_encoder
-from tpl.nets.resnet import Kernels, KernelStack, Layout
+from tpl.nets import EncoderError, ResNetEncoder, create_encoder, resnet
+from tpl.nets.resnet_kernels import Kernels, KernelStack, Layout
 
 
 def random(seed: int = 0) -> torch.Generator:
@@ -144,6 +144,34 @@ def test_half_precision_comes_close(tiny: tuple[ResNetEncoder, Kernels, Tensor])
         rough = encoder(images.bfloat16(), norms, weights, dtype=torch.bfloat16, learning=learning).detach()
         assert rough.dtype == torch.float32
         assert float((rough - exact).abs().mean() / exact.abs().mean()) < 0.05
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_as_on_a_gpu_channels_come_last_from_end_to_end(
+    tiny: tuple[ResNetEncoder, Kernels, Tensor],
+    dtype: torch.dtype,
+    close: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same numbers; and no convolution or norm, forward or backward, meets a tensor in another order."""
+    encoder, kernels, images = tiny
+    mask = some_mask(kernels).requires_grad_()
+    plain = encoder(images.to(dtype), some_norms(encoder), kernels.weights.fold(mask), dtype=dtype, learning=True)
+    monkeypatch.setattr(resnet, "channels_come_last", lambda images: True)
+    last, orders = torch.channels_last, []
+
+    def note(y: Tensor) -> None:
+        orders.append(y.is_contiguous(memory_format=last))
+        y.register_hook(lambda slope: orders.append(slope.is_contiguous(memory_format=last)))
+
+    weights = kernels.weights.fold(mask)
+    found = encoder(images.to(dtype), some_norms(encoder), weights, dtype=dtype, learning=True, notice=note)
+    assert float(((found - plain).abs().mean() / plain.abs().mean()).detach()) < close
+    slopes = [torch.autograd.grad(z.square().mean(), [kernels.kernels, mask]) for z in (plain, found)]
+    assert len(orders) == 2 * len(encoder.layout.convs) and all(orders)
+    if dtype == torch.float32:
+        for here, there in zip(*slopes, strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-5)
 
 
 def test_names_and_fingerprints() -> None:

@@ -35,7 +35,7 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="With ray: the cluster; auto finds it; without, this machine alone."),
 ]
-Compile = Annotated[str, typer.Option(help="auto, on or off: compile the network on a GPU; pays for long runs.")]
+Compile = Annotated[str, typer.Option(help="auto (large images), on or off: compile the network on a GPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[Path | None, typer.Option(help="Where the images are: folder, zips, or torchvision root.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; auto takes the first GPU if there is one.")]

@@ -28,6 +28,7 @@ class Compute:
     bf16: bool
 
     compiled: bool = False  # the trunk's blocks are compiled: worth its half minute for long runs
+    small_too: bool = False  # even where images are so small that it would hardly pay
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +76,7 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
         chosen,
         bf16=precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
         compiled=compile != "off" and on_gpu and _has_compiler(),
+        small_too=compile == "on",
     )
 
 

@@ -30,7 +30,7 @@ from tpl.state import State
 from tpl.stream import ImageSet, Preprocess, Task
 
 NOT_COUNTED = ("memory.", "held.", "score.scatter_")
-WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are
+WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are, unless compile=on
 
 
 class Method(ABC):
@@ -55,7 +55,7 @@ class Method(ABC):
         self.config, self.compute, self.seed = config, compute, seed
         self.preprocess = Preprocess(encoder.data_config)
         self.normalise = self.preprocess.normaliser(compute.device, compute.dtype)
-        if compute.compiled and self.preprocess.height >= WORTH_COMPILING:
+        if compute.compiled and (compute.small_too or self.preprocess.height >= WORTH_COMPILING):
             encoder.fuse()
             self.normalise = torch.compile(self.normalise)
         self.task_classes_: list[tuple[str, ...]] = []

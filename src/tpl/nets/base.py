@@ -63,6 +63,7 @@ class Encoder(nn.Module, ABC):
     # settles the statistics that answers go by.
     batch_norms: ClassVar[bool] = False
 
+    fused = False  # whether `fuse` has compiled something
     name: str
     sha256: str
     fingerprint: str  # tells encoders apart by what they compute, however their weights came

@@ -7,160 +7,28 @@ inside every block and behind every block's sum:
 
 S is the identity, or a norm of a 1 x 1 convolution where the size changes. m_2 closes a channel of the sum whatever
 either side says, so a channel that is closed in a task is zero for all that reads it, the next shortcut included. Every
-norm N is a batch norm of the task's own. A kernel's entry stands still once the unit it feeds and the unit it reads
-are in use by one of the finished tasks' masks; all kernels lie in one flat tensor: one gate, one step of the optimiser.
+norm N is a batch norm of the task's own. The kernels, and what holds them still, are in `resnet_kernels`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpl.errors import TplError
-from tpl.nets.base import Encoder, Trainable, Weights
+from tpl.nets.base import Encoder, Weights
 from tpl.nets.compact import DATA_CONFIG
+from tpl.nets.resnet_kernels import Kernels, Layout
 
 NAME = "resnet18"
 WIDTH = 64
-STAGES = (2, 2, 2, 2)  # blocks; every stage but the first halves the picture and doubles the channels
 EPSILON = 1e-5
-
-
-class Conv(NamedTuple):
-    """One convolution, and which groups of units it reads (None: the image) and feeds."""
-
-    out: int
-    into: int
-    size: int
-    stride: int
-    reads: int | None
-    feeds: int
-
-
-class Block(NamedTuple):
-    """The numbers of a block's convolutions; without a third, its shortcut is the identity."""
-
-    first: int
-    second: int
-    shortcut: int | None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which convolutions a ResNet of some width has, in the order of the forward pass: the stem is the first."""
-
-    width: int
-
-    @cached_property
-    def _built(self) -> tuple[list[Conv], list[Block], list[int]]:
-        convs, blocks, groups = [Conv(self.width, 3, 3, 1, None, 0)], [], [self.width]
-        for stage, count in enumerate(STAGES):
-            for number in range(count):
-                before, out, stride = groups[-1], self.width << stage, 2 if stage and not number else 1
-                entry = len(groups) - 1
-                groups += [out, out]
-                block = Block(len(convs), len(convs) + 1, len(convs) + 2 if before != out else None)
-                convs.append(Conv(out, before, 3, stride, entry, entry + 1))
-                convs.append(Conv(out, out, 3, 1, entry + 1, entry + 2))
-                if block.shortcut is not None:
-                    convs.append(Conv(out, before, 1, stride, entry, entry + 2))
-                blocks.append(block)
-        return convs, blocks, groups
-
-    @property
-    def convs(self) -> list[Conv]:
-        """All convolutions; each has a norm behind it."""
-        return self._built[0]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The residual blocks."""
-        return self._built[1]
-
-    @property
-    def groups(self) -> list[int]:
-        """Units a group: the stem's, then those inside and behind each block."""
-        return self._built[2]
-
-    @property
-    def channels(self) -> int:
-        """Channels of all norms together."""
-        return sum(conv.out for conv in self.convs)
-
-    def kernels(self, flat: Tensor) -> list[Tensor]:
-        """Each convolution's kernel `[out, in, size, size]` out of one flat tensor."""
-        shapes = [(conv.out, conv.into, conv.size, conv.size) for conv in self.convs]
-        parts = flat.split([a * b * c * d for a, b, c, d in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def per_channel(self, masks: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Masks `[units]` by group, and for every channel of the norms."""
-        groups = masks.split(self.groups)
-        return list(groups), torch.cat([groups[conv.feeds] for conv in self.convs])
-
-
-@dataclass(frozen=True)
-class KernelStack:
-    """All kernels `[total]`, or of several networks `[networks, total]`, and the mask they are used under, if any."""
-
-    layout: Layout
-    kernels: Tensor
-    masks: Tensor | None = None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield self.kernels
-        if self.masks is not None:
-            yield self.masks
-
-    def fold(self, masks: Tensor) -> KernelStack:
-        """The same kernels beside a mask: it acts behind the norms, so no kernel can take it up."""
-        return replace(self, masks=masks)
-
-    def gates(self, used: Tensor) -> KernelStack:
-        """Closed where the unit that an entry feeds and the one it reads are in use; an image always is."""
-        groups = used.split(self.layout.groups, dim=-1)
-        parts = []
-        for conv in self.layout.convs:
-            held = groups[conv.feeds].unsqueeze(-1)
-            if conv.reads is not None:
-                held = torch.minimum(held, groups[conv.reads].unsqueeze(-2))
-            part = (1 - held).expand(*held.shape[:-1], conv.into).unsqueeze(-1)
-            parts.append(part.expand(*part.shape[:-1], conv.size**2).flatten(-3))
-        return replace(self, kernels=torch.cat(parts, dim=-1), masks=None)
-
-
-class Kernels(Trainable):
-    """The kernels of all convolutions in one parameter; there are no biases, the norms have them."""
-
-    def __init__(self, layout: Layout, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.layout = layout
-        self.kernels = nn.Parameter(torch.empty(sum(c.out * c.into * c.size**2 for c in layout.convs)))
-        with torch.no_grad():
-            for conv, kernel in zip(layout.convs, layout.kernels(self.kernels), strict=True):
-                # He et al., 2015: the deviation that keeps the size of gradients from layer to layer.
-                kernel.normal_(std=(2 / (conv.out * conv.size**2)) ** 0.5, generator=generator)
-
-    @property
-    def units(self) -> int:
-        """Channels behind the stem, inside and behind every block."""
-        return sum(self.layout.groups)
-
-    @property
-    def weights(self) -> KernelStack:
-        """The kernels, every unit open."""
-        return self.stack(self.kernels)
-
-    def stack(self, *tensors: Tensor) -> KernelStack:
-        """Other tensors in the place of the parameters."""
-        return KernelStack(self.layout, *tensors)
+ALIGNED = 8  # channels that a GPU's matrix units take at a time
+SHAPES = 16  # batch sizes that a process may compile the network for
 
 
 class ResNetEncoder(Encoder):
@@ -181,6 +49,7 @@ class ResNetEncoder(Encoder):
         self.sha256, self.weights = self.fingerprint, None
         self.data_config = dict(DATA_CONFIG)
         self.dim = self.layout.groups[-1]
+        self.through = network
 
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Kernels:
         """Fresh kernels; there are no adapters, and `latent` says nothing."""
@@ -201,34 +70,14 @@ class ResNetEncoder(Encoder):
         notice: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Features `[n, dim]`, float32, of one network; `notice` is told what goes into every norm."""
-        flat, *masks = weights
-        layout, affine = self.layout, norms[:2]
-        opened: list[Tensor] | None = None
-        if masks:
-            opened, per_channel = layout.per_channel(masks[0])
-            affine = affine * per_channel  # relu(m y) = m relu(y): masks are not negative
-        sizes = [conv.out for conv in layout.convs]
-        affines, statistics = affine.split(sizes, dim=1), norms[2:].detach().split(sizes, dim=1)
-        kernels = layout.kernels(flat.to(dtype))
+        # Answers are too few to compile for, and a caller that takes notice is no part of a graph.
+        through = self.through if learning and notice is None else network
+        return through(self.layout, images, norms, tuple(weights), dtype, learning, notice)
 
-        def through(number: int, x: Tensor) -> Tensor:
-            conv = layout.convs[number]
-            y = F.conv2d(x, kernels[number], stride=conv.stride, padding=conv.size // 2)
-            if notice is not None:
-                notice(y)
-            scale, shift = affines[number]
-            mean, variance = (None, None) if learning else statistics[number]
-            return F.batch_norm(y, mean, variance, scale, shift, learning, eps=EPSILON)
-
-        x = F.relu(through(0, images.to(dtype)))
-        for number, block in enumerate(layout.blocks):
-            y = through(block.second, F.relu(through(block.first, x)))
-            if block.shortcut is not None:
-                x = through(block.shortcut, x)
-            elif opened is not None:
-                x = x * opened[2 * number + 2].to(dtype).view(-1, 1, 1)
-            x = F.relu(y + x)
-        return x.float().mean(dim=(2, 3))
+    def fuse(self) -> None:
+        """Compile training steps: norm, mask, sum and ReLU can become one kernel; takes a while at every batch size."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+        self.through, self.fused = torch.compile(network, dynamic=False), True
 
     @torch.no_grad()
     def settled(self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -248,6 +97,69 @@ class ResNetEncoder(Encoder):
             total, count = total + torch.cat(seen, dim=1), count + 1
         mean, square = total / count
         return torch.cat([norms[:2], torch.stack([mean, (square - mean.square()).clamp_min(0)]).to(norms.dtype)])
+
+
+def network(
+    layout: Layout,
+    images: Tensor,
+    norms: Tensor,
+    weights: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    learning: bool,
+    notice: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The forward pass: as few passes over the activations as there can be, in one memory format from end to end."""
+    flat, *masks = weights
+    affine, opened = norms[:2], None
+    if masks:
+        per_channel, shortcuts = layout.per_channel(masks[0])
+        affine = affine * per_channel  # relu(m y) = m relu(y): masks are not negative
+        opened = iter(shortcuts.to(dtype).split(layout.identities))
+    sizes = [conv.out for conv in layout.convs]
+    scales, shifts, means, variances = (row.split(sizes) for row in (*affine, *norms[2:].detach()))
+    images, kernels = images.to(dtype), layout.kernels(flat.to(dtype))
+    if on_gpu := channels_come_last(images):
+        images, kernels = _channels_last(images, kernels)
+
+    def through(number: int, x: Tensor) -> Tensor:
+        conv = layout.convs[number]
+        y = F.conv2d(x, kernels[number], stride=conv.stride, padding=conv.size // 2)
+        if notice is not None:
+            notice(y)
+        mean, variance = (None, None) if learning else (means[number], variances[number])
+        return F.batch_norm(y, mean, variance, scales[number], shifts[number], learning, eps=EPSILON)
+
+    # A norm needs what went into it, not what came out: that may be written over.
+    x = through(0, images).relu_()
+    for block in layout.blocks:
+        y = through(block.second, through(block.first, x).relu_())
+        if block.shortcut is not None:
+            y += through(block.shortcut, x)
+        elif opened is not None:
+            mask = next(opened).view(-1, 1, 1)
+            y = y.addcmul_(x, mask) if on_gpu else y.add_(x * mask)  # one pass; on a CPU its rounding differs
+        else:
+            y += x
+        x = y.relu_()
+    return x.float().mean(dim=(2, 3))
+
+
+def channels_come_last(images: Tensor) -> bool:
+    """Whether convolutions are fastest with a pixel's channels side by side: on a GPU, whose matrix units want that."""
+    return images.is_cuda
+
+
+def _channels_last(images: Tensor, kernels: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Images and kernels in the order that all later activations then have, too.
+
+    In half precision, red, green and blue get black channels beside them: a stem that reads three is slow.
+    """
+    if images.dtype != torch.float32:
+        missing = -images.shape[1] % ALIGNED
+        images = F.pad(images, (0, 0, 0, 0, 0, missing))
+        kernels = [F.pad(kernels[0], (0, 0, 0, 0, 0, missing)), *kernels[1:]]
+    images, *kernels = (part.contiguous(memory_format=torch.channels_last) for part in (images, *kernels))
+    return images, kernels
 
 
 def is_resnet(name: str) -> bool:

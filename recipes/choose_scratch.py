@@ -1,0 +1,134 @@
+"""Which settings suit training from scratch? Measured on held-out training images; the test images are never looked at.
+
+python recipes/choose_scratch.py --data cifar100/ "" lr=0.1 lr=0.1,sparsity=1.5 method=hat      # a GPU's work
+python recipes/choose_scratch.py --data cifar100/ --encoder resnet18:8 --per-class 100 --epochs 10 "" lr=0.02
+
+Every alternative is a list of options that differ from the benchmark's own for this encoder ("" for none), with
+`method` and `encoder` among them. Each prints one JSON line as soon as it is done: the options, Last, AIA, TIL and task
+prediction in per cent, TIL of every task, the capacity after each, the last epoch's losses, and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpl.bench import metrics
+from tpl.bench.evaluate import Evaluator, StageResult
+from tpl.bench.spec import RunSpec
+from tpl.engine import Event
+from tpl.errors import TplError
+from tpl.stream import Stream, Task
+
+
+def main() -> None:
+    """Run the alternatives one after the other; one that fails says so in its line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("alternatives", nargs="+", metavar="NAME=VALUE,...", help='options to change; "" for none')
+    parser.add_argument("--benchmark", default="c100-10t")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--encoder", default="resnet18")
+    parser.add_argument("--tasks", type=int, default=3, help="learn the first few tasks")
+    parser.add_argument("--per-class", type=int, help="train on this many images of a class")
+    parser.add_argument("--validation", type=float, default=0.1, help="the share that is held out and measured on")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", default="auto")
+    options = parser.parse_args()
+    common = {"epochs": options.epochs} if options.epochs else {}
+    for alternative in options.alternatives:
+        try:
+            given = common | changes(alternative)
+            method, encoder = str(given.pop("method", "tpl")), str(given.pop("encoder", options.encoder))
+            spec = RunSpec(
+                options.benchmark, method, encoder, data=options.data, seed=options.seed, tasks=options.tasks,
+                validation=options.validation, device=options.device, compile=options.compile, options=given,
+            )  # fmt: skip
+            found = measure(spec, options.per_class)
+        except TplError as error:
+            found = {"failed": str(error)}
+        print(json.dumps({"alternative": alternative, **found}), flush=True)
+
+
+def changes(alternative: str) -> dict[str, Any]:
+    """`lr=0.1,nesterov=true` as options."""
+    pairs = [part.partition("=") for part in alternative.split(",") if part]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise TplError(f"An alternative is NAME=VALUE,NAME=VALUE; got '{wrong[0]}'.")
+    return {name: value for name, _, value in pairs}
+
+
+def measure(spec: RunSpec, per_class: int | None) -> dict[str, Any]:
+    """Learn the tasks of `spec` and measure after each of them."""
+    started = time.perf_counter()
+    stream = Stream([fewer(task, per_class) for task in spec.stream()])
+    method = spec.learner().method
+    evaluator, watch = Evaluator(stream, method), Watch()
+    stages = []
+    for number, task in enumerate(stream):
+        method.learn(stream.union(number) if method.cumulative else task, watch)
+        stages.append(evaluator.stage(number))
+    return {"method": spec.method, "encoder": spec.encoder, **summary(stages, stream), **watch.found()} | {
+        "seconds": round(time.perf_counter() - started, 1)
+    }
+
+
+def fewer(task: Task, per_class: int | None) -> Task:
+    """The task with so many training images of each class at most: its first ones."""
+    if per_class is None:
+        return task
+    labels = np.asarray(task.train.labels)
+    kept = np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in range(len(task.classes))])
+    return Task(task.name, task.classes, task.train.select(np.sort(kept)), task.test)
+
+
+def summary(stages: list[StageResult], stream: Stream) -> dict[str, Any]:
+    """What the stages come to, in per cent."""
+    sizes = [len(task.test) for task in stream if task.test is not None]
+    matrices = {}
+    for kind in ("cil", "til", "tp"):
+        matrix = np.full((len(stages), len(stages)), np.nan)
+        for number, stage in enumerate(stages):
+            matrix[number, : number + 1] = getattr(stage, kind)
+        matrices[kind] = 100 * matrix
+    cil, til, tp = matrices["cil"], matrices["til"], matrices["tp"]
+    numbers = {
+        "last": metrics.last(cil, sizes), "aia": metrics.average_incremental(cil, sizes),
+        "til": metrics.last(til, sizes), "tp": metrics.last(tp, sizes),
+    }  # fmt: skip
+    by_task = [round(float(value), 1) for value in til[-1]]  # late tasks fall behind where the network is full
+    return {name: round(float(value), 2) for name, value in numbers.items()} | {"til_by_task": by_task}
+
+
+class Watch:
+    """Notes what a method tells while it learns."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.capacity: list[dict[str, float]] = []
+        self.images, self.busy = 0, 0.0
+
+    def __call__(self, event: Event) -> None:
+        """One more event."""
+        data = event.data
+        if event.kind == "epoch" and data["epoch"] == data["epochs"]:
+            self.losses.append(round(data["loss"], 3))
+        elif event.kind == "capacity":
+            self.capacity.append({name: round(share, 3) for name, share in data.items()})
+        elif event.kind == "trained":
+            self.images, self.busy = self.images + data["images"], self.busy + data["seconds"]
+
+    def found(self) -> dict[str, Any]:
+        """All of it."""
+        rate = round(self.images / self.busy, 1) if self.busy else None
+        return {"losses": self.losses, "capacity": self.capacity, "images_per_second": rate}
+
+
+if __name__ == "__main__":
+    main()
