@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpl import TplError
+from tpl.cli.app import whole
 from tpl.methods import load_methods
 from tpl.names import method_names, refuse_unknown
 
@@ -20,7 +23,7 @@ MISTAKES = [
     (["run", "nope"], "no benchmark 'nope'; there are digits-5t, "),
     (["learn", "model", "absent"], "no folder or zip archive absent"),
     (["learn", "model", ".", "--method", "hat"], "--method takes tpl-plus or tpl; got 'hat'"),
-    (["learn", "model", ".", "--passes", "2"], "--passes is an option of tpl-plus"),
+    (["learn", "model", ".", "--method", "tpl", "--passes", "2"], "--passes is an option of tpl-plus"),
     (["learn", "model", ".", "--memory", "many"], "--memory takes a number of images"),
     (["learn", "old", "."], "knows cat already"),
     (["learn", "old", ".", "--method", "tpl-plus"], "made with --method tpl, which cannot change"),
@@ -69,3 +72,11 @@ def test_names_are_read_as_they_are_registered() -> None:
     refuse_unknown("method", "tpl", method_names())
     with pytest.raises(TplError, match="There is no dish 'soup'; there are pie, tea"):
         refuse_unknown("dish", "soup", ("pie", "tea"))
+
+
+def test_ctrl_c_waits_for_what_must_be_whole() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), whole():
+        os.kill(os.getpid(), signal.SIGINT)
+        done = True
+    assert done

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,6 +166,22 @@ def class_sizes(text: str | None) -> int | tuple[int, ...] | None:
 def print_json(content: Any) -> None:
     """Print `content` on stdout, for programs."""
     sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Ctrl-C takes effect at the end. An import that is cut short may end in any error, or in half a module."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json, separate
+from tpl.cli.app import AsJson, Device, Download, Weights, app, err, print_json, separate, whole
 from tpl.cli.model_plan import (
     MEMORY,
     METHODS,
@@ -146,9 +146,10 @@ def learn(
         given = given.only(separate(classes))
     _check_classes(given, known, update, model)
     before = _header_text(store)
-    from tpl.console import WorkProgress
-
     try:
+        with whole():
+            import tpl.learner  # noqa: F401 (the longest of all)
+            from tpl.console import WorkProgress
         with WorkProgress(err, quiet=as_json) as progress:
             report = _dry_run(store, given, wish, progress) if dry_run else _learn(store, given, wish, progress)
     except KeyboardInterrupt:
