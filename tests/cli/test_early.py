@@ -75,8 +75,13 @@ def test_names_are_read_as_they_are_registered() -> None:
 
 
 def test_ctrl_c_waits_for_what_must_be_whole() -> None:
-    done = False
-    with pytest.raises(KeyboardInterrupt), whole():
-        os.kill(os.getpid(), signal.SIGINT)
-        done = True
+    done = []
+
+    def work() -> None:
+        with whole():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert done
