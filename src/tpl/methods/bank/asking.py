@@ -10,18 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpl.engine import Compute, Inference
 from tpl.engine.infer import BLOCK, Recording
+from tpl.methods.bank.models import TaskModels
 from tpl.nets import Encoder, ViTEncoder, unstacked
 from tpl.nets.turned import Part, TurnedTask, TurnedTrunk
-
-if TYPE_CHECKING:
-    from tpl.methods.bank.bank import Bank
 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
@@ -45,7 +43,7 @@ class Piece(NamedTuple):
 class Stamp:
     """Tells whether a task's model, or a weight that it shares, has been exchanged or written to since."""
 
-    def __init__(self, bank: Bank, task: int) -> None:
+    def __init__(self, bank: TaskModels, task: int) -> None:
         model = bank.tasks[task]
         self.tensors = model.embedding, model.norms, *bank.adapters.weights  # kept: no other can take their place
         self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
@@ -59,7 +57,7 @@ class Stamp:
 class Asking(ABC):
     """Features of images under finished tasks of a bank."""
 
-    def __init__(self, bank: Bank) -> None:
+    def __init__(self, bank: TaskModels) -> None:
         self.bank = bank
 
     @abstractmethod
@@ -70,7 +68,7 @@ class Asking(ABC):
 class OneByOne(Asking):
     """A pass a task: for networks that share nothing but weights."""
 
-    def __init__(self, bank: Bank) -> None:
+    def __init__(self, bank: TaskModels) -> None:
         super().__init__(bank)
         self._features = Inference(unstacked(bank.encoder, bank.compute.dtype), bank.compute, bank.normalise)
 
@@ -85,7 +83,7 @@ class OneByOne(Asking):
 class Shared(Asking):
     """Patches once an image, then passes over pairs of any tasks."""
 
-    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+    def __init__(self, bank: TaskModels, encoder: ViTEncoder) -> None:
         super().__init__(bank)
         self.encoder, self.dtype = encoder, bank.compute.dtype
         self._tokens = Inference(self._see, bank.compute, bank.normalise)
@@ -122,7 +120,7 @@ class Shared(Asking):
 class OnCPU(Shared):
     """With weights turned over, and each task's closed units left out."""
 
-    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+    def __init__(self, bank: TaskModels, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
         self._trunk: TurnedTrunk | None = None
         self._tasks: dict[int, tuple[Stamp, TurnedTask]] = {}
@@ -150,7 +148,7 @@ class OnCPU(Shared):
 class InRows(Shared):
     """With norms and masks gathered for every row; without unit masks, a pass asks one task alone."""
 
-    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+    def __init__(self, bank: TaskModels, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
         self._features = Recording(self._answer, bank.compute)
         self._stacked: tuple[list[Stamp], Tensor, Tensor] | None = None
@@ -196,7 +194,7 @@ class InRows(Shared):
         return self._stacked[1:]
 
 
-def asking(bank: Bank, encoder: Encoder, compute: Compute) -> Asking:
+def asking(bank: TaskModels, encoder: Encoder, compute: Compute) -> Asking:
     """How this encoder is best asked on this device."""
     if not isinstance(encoder, ViTEncoder):
         return OneByOne(bank)

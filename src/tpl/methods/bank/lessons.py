@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +27,10 @@ from tpl.engine import (
     batches_of_images,
     train,
 )
+from tpl.methods.bank.bank import Bank
+from tpl.methods.bank.models import TaskModel
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import Technique
-
-if TYPE_CHECKING:
-    from tpl.methods.bank.bank import Bank, TaskModel
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from tpl.engine import Compute, Listener, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
 from tpl.methods.bank.asking import Question
-from tpl.methods.bank.bank import Bank, BankMethod, HeldOut, Outputs, TaskModel
+from tpl.methods.bank.bank import Bank, Outputs
 from tpl.methods.bank.lessons import Lesson
+from tpl.methods.bank.method import BankMethod, HeldOut
+from tpl.methods.bank.models import TaskModel
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.methods.base import task_of_class
