@@ -120,3 +120,45 @@ def test_a_fifth_of_every_class_is_held_out_and_none_of_a_small_one() -> None:
     labels = torch.tensor([0] * 10 + [1] * 4 + [2] * 25)
     held = held_out_rows(labels, torch.Generator().manual_seed(0))
     assert [int(held[labels == c].sum()) for c in range(3)] == [2, 0, 5]
+
+
+def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(4).repeat(60)
+    z = torch.randn(4, 12, generator=generator)[y] + 1.5 * torch.randn(240, 12, generator=generator)
+    few = (y != 3) | (torch.arange(len(y)) >= 220)  # five of the last class
+    plain, even = ridge(), ridge()
+    even.even = True
+    for learned in (plain, even):
+        learned.learn_whole(z[few], y[few], z[few], y[few])
+    assert even.counts.tolist() == y[few].bincount().tolist()
+    logits = torch.cat([even.hidden(z) @ even.weights]) / even.temperature - y[few].bincount().log()
+    torch.testing.assert_close(even.log_probabilities(z), logits.log_softmax(dim=1))
+    rare = y == 3
+    right = [
+        float((learned.log_probabilities(z).argmax(dim=1) == y)[rare].double().mean()) for learned in (plain, even)
+    ]
+    assert right[1] > right[0]
+    again = RandomRidge.from_state(even.state(), even=True)
+    torch.testing.assert_close(again.log_probabilities(z), even.log_probabilities(z))
+    even.forget(0)
+    assert even.counts.tolist() == y[few].bincount()[1:].tolist()
+
+
+def test_even_changes_nothing_where_classes_are_equally_many() -> None:
+    z, y = problem()
+    rows = torch.cat([torch.nonzero(y == c).squeeze(1)[:30] for c in range(4)])
+    plain, even = ridge(), ridge()
+    even.even = True
+    for learned in (plain, even):
+        learned.learn_whole(z[rows], y[rows], z[rows], y[rows])
+    torch.testing.assert_close(even.log_probabilities(z), plain.log_probabilities(z))
+
+
+def test_models_of_early_versions_have_no_counts() -> None:
+    learned = ridge()
+    learned.update(*problem())
+    state = learned.state()
+    del state["counts"]
+    again = RandomRidge.from_state(state, even=True)
+    torch.testing.assert_close(again.log_probabilities(problem()[0]), learned.log_probabilities(problem()[0]))

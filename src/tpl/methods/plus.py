@@ -47,6 +47,7 @@ class PlusConfig(TPLConfig):
         ("encoder", "first"),
     )
     width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
+    even: bool = option(True, "the expert answers as if all classes had equally many images")
     weight: float = option(2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0)
     balance: str = option(
         "fitted",
@@ -88,7 +89,7 @@ class TPLPlus(TPL):
         super().conclude(task, samples)
         seen, numbers = self._even(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
-            self.expert = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"))
+            self.expert = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"), self.config.even)
         if len(self.memory):  # it has all classes: better to choose on than the new ones alone
             self.expert.learn_whole(
                 seen, numbers, self._even(self._of_memory()), self.memory.labels.to(self.compute.device)
@@ -275,7 +276,7 @@ class TPLPlus(TPL):
         """Scores, calibration and expert back."""
         super().load_own_state(shared, tasks)
         found = beginning_with(EXPERT, shared)
-        self.expert = RandomRidge.from_state(found) if found else None
+        self.expert = RandomRidge.from_state(found, self.config.even) if found else None
         self.balance_ = Balance.from_state(beginning_with(BALANCE, found))
         view = beginning_with(VIEW, found)
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None

@@ -27,6 +27,7 @@ class RanPACConfig(NetworkConfig):
     """RanPAC's options; those of training matter for the first task alone, with `adapt=first`."""
 
     width: int = option(0, "random features; 0: by the first task's size, 10 000 at most", minimum=0)
+    even: bool = option(False, "answer as if all classes had equally many images; not as published")
     adapt: str = option("none", "none: the encoder as it is; first: adapted to the first task", ("none", "first"))
 
 
@@ -52,7 +53,7 @@ class RanPAC(NetworkMethod):
             super().learn_task(task, samples, listen)
         seen, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
         if self.ridge is None:
-            self.ridge = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"))
+            self.ridge = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"), self.config.even)
         self.ridge.learn(seen, numbers, self.generator("held out"))
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -89,4 +90,4 @@ class RanPAC(NetworkMethod):
             network = {k: v for k, v in state.shared.items() if not k.startswith(RIDGE)}
             super().load_state(State(network, state.tasks))
         ridge = {k: v.to(self.compute.device) for k, v in beginning_with(RIDGE, state.shared).items()}
-        self.ridge = RandomRidge.from_state(ridge) if ridge else None
+        self.ridge = RandomRidge.from_state(ridge, self.config.even) if ridge else None

@@ -3,6 +3,9 @@
     h = relu(z R),   G = sum h h^T,   C = sum h y^T,   W = (G + lambda I)^-1 C
 
 G and C are sums over samples, so they are the same whatever order tasks come in, and no old sample is needed again.
+
+Regression takes a class with few samples for an unlikely one. `even` answers as if all n_c were the same, by taking
+log n_c off the logits (Menon et al., 2021): nothing changes where they are.
 """
 
 from __future__ import annotations
@@ -41,21 +44,23 @@ def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
 class RandomRidge:
     """Class sums and Gram matrix of random features, and the classifier they give."""
 
-    def __init__(self, projection: Tensor) -> None:
+    def __init__(self, projection: Tensor, even: bool = False) -> None:
         self.projection = projection  # [dim, width]
+        self.even = even
         width, device = projection.shape[1], projection.device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
+        self.counts = self.sums[0]  # samples of each class
         self.strength = STRENGTHS[-1]
         self.samples, self.chosen_at = 0, 0  # taken up in all, and when the strength was last chosen
         self.temperature = 1.0
         self.weights = self.sums
 
     @classmethod
-    def drawn_for(cls, z: Tensor, width: int, generator: torch.Generator) -> Self:
+    def drawn_for(cls, z: Tensor, width: int, generator: torch.Generator, even: bool = False) -> Self:
         """One that has seen nothing, with a projection by lot; a `width` of 0 suits a first task with features `z`."""
         width = width or features_for(len(z))
-        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device))
+        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), even)
 
     @property
     def classes(self) -> int:
@@ -97,8 +102,9 @@ class RandomRidge:
     def _add(self, z: Tensor, y: Tensor) -> None:
         missing = int(y.max()) + 1 - self.classes if len(y) else 0
         if missing > 0:
-            self.sums = F.pad(self.sums, (0, missing))
+            self.sums, self.counts = (F.pad(part, (0, missing)) for part in (self.sums, self.counts))
         self.samples += len(y)
+        self.counts += y.bincount(minlength=self.classes)
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             h = self.hidden(part)
             self.gram += h.T @ h
@@ -127,7 +133,7 @@ class RandomRidge:
         if len(tried) > 1:
             self.chosen_at = self.samples
         _, answer, weights = tried[self.strength]
-        self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(answer / t, y)))
+        self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(self._logits(answer, t), y)))
         return weights
 
     def _candidates(self) -> tuple[float, ...]:
@@ -155,19 +161,23 @@ class RandomRidge:
     def log_probabilities(self, z: Tensor) -> Tensor:
         """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
         answers = torch.cat([self.hidden(part) @ self.weights for part in in_blocks(z, BLOCK)])
-        return (answers / self.temperature).log_softmax(dim=1)
+        return self._logits(answers, self.temperature).log_softmax(dim=1)
+
+    def _logits(self, answers: Tensor, temperature: float) -> Tensor:
+        scaled = answers / temperature
+        return scaled - self.counts.clamp_min(1).log() if self.even else scaled
 
     def forget(self, c: int) -> None:
         """Drop a class; what it said about the spread of features stays, as a background for the others."""
         kept = torch.arange(self.classes, device=self.sums.device) != c
-        self.sums = self.sums[:, kept]
+        self.sums, self.counts = self.sums[:, kept], self.counts[kept]
         self._solve()
 
     def state(self) -> dict[str, Tensor]:
         """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
         chosen = [self.strength, self.temperature, self.samples, self.chosen_at]
-        sums = {"gram": self.gram[rows, columns], "sums": self.sums}
+        sums = {"gram": self.gram[rows, columns], "sums": self.sums, "counts": self.counts}
         return {
             "projection": self.projection,
             "weights": self.weights,
@@ -175,15 +185,16 @@ class RandomRidge:
         } | sums
 
     @classmethod
-    def from_state(cls, state: dict[str, Tensor]) -> Self:
+    def from_state(cls, state: dict[str, Tensor], even: bool = False) -> Self:
         """The ridge that `state` came from."""
-        ridge = cls(state["projection"])
+        ridge = cls(state["projection"], even)
         rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
         ridge.gram += ridge.gram.triu(1).T
         ridge.sums, ridge.weights = state["sums"], state["weights"]
+        ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
         ridge.strength, ridge.temperature, *counts = state["chosen"].tolist()
-        if len(counts) == 2:  # early versions did not count
+        if len(counts) == 2:  # nor these
             ridge.samples, ridge.chosen_at = map(int, counts)
         return ridge
 
