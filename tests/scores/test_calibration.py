@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import scipy.optimize
 import scipy.special
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.scores import calibration
-from tpl.scores.calibration import calibrate_probabilities, calibrate_scores, calibrate_shifts
+from tpl.scores.calibration import (
+    calibrate_probabilities,
+    calibrate_scores,
+    calibrate_shifts,
+    calibrate_together,
+    equal_shares,
+)
 
 Array = NDArray[np.float64]
 
@@ -149,3 +158,25 @@ def test_a_shift_undoes_a_task_that_boasts() -> None:
     _, shift = calibrate_shifts(scores + boast, owner, 0.3)
     assert shift[1] == shift.min() and ((scores + boast + shift).argmax(dim=1) == owner).double().mean() > 0.7
     assert calibrate_shifts(scores * torch.nan, owner, 0.3).tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_equal_shares_count_every_class_the_same() -> None:
+    classes = torch.tensor([0] * 8 + [2] * 2)
+    weights = equal_shares(classes)
+    assert weights is not None
+    assert weights.tolist() == [10 / (2 * 8)] * 8 + [10 / (2 * 2)] * 2
+    assert equal_shares(torch.tensor([0, 0, 1, 1, 1])) is None  # a remainder
+    assert equal_shares(torch.zeros(0, dtype=torch.long)) is None
+
+
+@pytest.mark.parametrize(
+    "fit", [calibrate_scores, lambda s, t, w=None: calibrate_shifts(s, t, 0.3, w), calibrate_together]
+)
+def test_weights_are_repetitions(fit: Callable[..., torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tasks = torch.tensor([0] * 6 + [1] * 6 + [2] * 2)
+    scores = torch.randn(14, 3, generator=generator, dtype=torch.float64) + F.one_hot(tasks, 3)
+    again = torch.cat([torch.arange(12), torch.tensor([12, 13] * 3)])  # the last class as often as the others
+    if fit is not calibrate_together:  # it standardises by all samples, counted once
+        torch.testing.assert_close(fit(scores, tasks, equal_shares(tasks)), fit(scores[again], tasks[again]))
+    assert float(fit(scores, tasks, equal_shares(tasks))[1, 2]) > float(fit(scores, tasks)[1, 2])

@@ -28,7 +28,7 @@ from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
-from tpl.scores.calibration import calibrate_together
+from tpl.scores.calibration import calibrate_together, equal_shares
 from tpl.scores.odin import Odin, perturb
 from tpl.state import beginning_with
 from tpl.stream import Task
@@ -129,7 +129,10 @@ class HAT(MemoryBank):
                 detector.use_memory(seen.features[tasks == t])
         if calibrate:
             wanted = self.config.choice == "calibrated" and len(task_classes) > 1
-            self.calibration_ = calibrate_together(self.task_scores(self.memory_outputs_), tasks) if wanted else None
+            self.calibration_ = None
+            if wanted:
+                shares = equal_shares(self.memory.labels.to(tasks.device))
+                self.calibration_ = calibrate_together(self.task_scores(self.memory_outputs_), tasks, shares)
 
     def rescore(self, **changes: Any) -> None:
         """Choose another of the fitted detectors, or another choice; nothing is trained anew."""

@@ -27,7 +27,13 @@ from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
-from tpl.scores.calibration import CALIBRATIONS, calibrate_probabilities, calibrate_scores, calibrate_shifts
+from tpl.scores.calibration import (
+    CALIBRATIONS,
+    calibrate_probabilities,
+    calibrate_scores,
+    calibrate_shifts,
+    equal_shares,
+)
 from tpl.scores.ratio import memory_scores, oppose
 from tpl.state import beginning_with
 from tpl.stream import Task
@@ -285,9 +291,9 @@ class TPL(ReplayBank):
     def _calibrate(self, labels: Tensor, tasks: Tensor, owner: Tensor) -> Tensor:
         scores = memory_scores(self.scores_, self.memory_outputs_, tasks)
         if self.config.calibration == "score":
-            return calibrate_scores(scores, tasks)
+            return calibrate_scores(scores, tasks, equal_shares(labels))
         if self.config.calibration == "shift":
-            return calibrate_shifts(scores, tasks, self.config.gamma)
+            return calibrate_shifts(scores, tasks, self.config.gamma, equal_shares(labels))
         within = torch.cat([seen.logits.double().softmax(dim=1) for seen in self.memory_outputs_], dim=1)
         return calibrate_probabilities(
             within, scores, owner, labels, self.generator("calibration", len(self.bank.tasks))

@@ -26,7 +26,7 @@ from tpl.methods.tpl import TPLConfig
 from tpl.nets import Encoder
 from tpl.nets.vectors import VectorEncoder
 from tpl.scores import LikelihoodRatio
-from tpl.scores.calibration import calibrate_scores
+from tpl.scores.calibration import calibrate_scores, equal_shares
 from tpl.scores.conformal import unknown_scores
 from tpl.scores.ratio import memory_scores, oppose
 
@@ -223,7 +223,9 @@ class VectorTPL:
         tasks, seen, scores = self.owner[classes], self._outputs(vectors), [task.score for task in self.tasks]
         opposed = oppose(scores, seen, tasks, classes)
         wanted = self.config.calibration == "score" and opposed and len(self.tasks) > 1
-        self.calibration = calibrate_scores(memory_scores(scores, seen, tasks), tasks) if wanted else None
+        self.calibration = None
+        if wanted:
+            self.calibration = calibrate_scores(memory_scores(scores, seen, tasks), tasks, equal_shares(classes))
 
     # Answers
 

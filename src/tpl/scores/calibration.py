@@ -7,6 +7,9 @@ All readings fit one scale and one shift per task on the replay memory, after ev
 - "probability": sigma1_t * softmax(f_t)_j * S_t + sigma2_t, cross-entropy over *classes*, batches
   of 64, 100 epochs (the paper's text). These outputs are no probabilities, so cross-entropy takes
   them as logits.
+
+A memory may hold more of one class than of another, where there were fewer images of that. Cross-entropy would take the
+one for likelier; by `equal_shares` every class counts the same.
 """
 
 from __future__ import annotations
@@ -21,7 +24,22 @@ BATCH = 64
 RIDGE = 0.1  # on the squared shifts: a task without samples in the memory keeps its own
 
 
-def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
+def equal_shares(classes: Tensor) -> Tensor | None:
+    """A weight a sample, 1 on average, with which all classes count the same; None where they do (or nearly)."""
+    counts = classes.bincount()
+    counts = counts[counts > 0]
+    if not len(counts) or int(counts.max() - counts.min()) <= 1:
+        return None
+    return len(classes) / (len(counts) * classes.bincount()[classes].double())
+
+
+def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return F.cross_entropy(logits, truth)
+    return (F.cross_entropy(logits, truth, reduction="none") * weights).mean()
+
+
+def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`."""
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
@@ -29,12 +47,12 @@ def calibrate_scores(scores: Tensor, tasks: Tensor) -> Tensor:
         optimiser = torch.optim.SGD([affine], lr=0.01, momentum=0.8)
         for _ in range(STEPS):
             optimiser.zero_grad()
-            F.cross_entropy(affine[0] * scores + affine[1], tasks).backward()
+            _cross_entropy(affine[0] * scores + affine[1], tasks, weights).backward()
             optimiser.step()
     return _sane(affine.detach())
 
 
-def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float) -> Tensor:
+def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
     """A shift per task and scale 1, `[2, T]`: the minimum of the cross-entropy at the temperature, weakly regularised.
 
     The problem is convex: the answer depends on no rate and no number of steps.
@@ -45,7 +63,7 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float) -> Tenso
 
         def loss() -> Tensor:
             optimiser.zero_grad()
-            value = F.cross_entropy((scores + shift) / temperature, tasks) + RIDGE * shift.square().sum()
+            value = _cross_entropy((scores + shift) / temperature, tasks, weights) + RIDGE * shift.square().sum()
             value.backward()
             return value
 
@@ -53,7 +71,7 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float) -> Tenso
     return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
 
 
-def calibrate_together(scores: Tensor, tasks: Tensor) -> Tensor:
+def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """One scale for all tasks and a shift each, `[2, T]`, for scores of any size: logistic regression at temperature 1.
 
     Convex, as above; the scale is fitted on scores divided by their overall deviation, and stays positive.
@@ -67,7 +85,7 @@ def calibrate_together(scores: Tensor, tasks: Tensor) -> Tensor:
 
         def loss() -> Tensor:
             optimiser.zero_grad()
-            value = F.cross_entropy(scale * centred + shift, tasks) + RIDGE / 10 * shift.square().mean()
+            value = _cross_entropy(scale * centred + shift, tasks, weights) + RIDGE / 10 * shift.square().mean()
             value.backward()
             return value
 
@@ -85,6 +103,7 @@ def calibrate_probabilities(
     """
     # Thousands of tiny steps: on a GPU each would cost a launch, so they are done beside it.
     base, task_of_class, classes = (part.cpu() for part in (within * scores[:, task_of_class], task_of_class, classes))
+    weights = equal_shares(classes)
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(base)
         affine.requires_grad_(True)
@@ -93,7 +112,8 @@ def calibrate_probabilities(
             for rows in torch.randperm(len(base), generator=generator).split(BATCH):
                 optimiser.zero_grad()
                 per_class = affine[:, task_of_class]
-                F.cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows]).backward()
+                own = None if weights is None else weights[rows]
+                _cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows], own).backward()
                 optimiser.step()
     return _sane(affine.detach().to(scores.device))
 
