@@ -87,12 +87,12 @@ class TPLPlus(TPL):
     def conclude(self, task: Task, samples: Samples) -> None:
         """As TPL; and the expert takes up the task."""
         super().conclude(task, samples)
-        seen, numbers = self._even(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
+        seen, numbers = self._levelled(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
             self.expert = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"), self.config.even)
         if len(self.memory):  # it has all classes: better to choose on than the new ones alone
             self.expert.learn_whole(
-                seen, numbers, self._even(self._of_memory()), self.memory.labels.to(self.compute.device)
+                seen, numbers, self._levelled(self._of_memory()), self.memory.labels.to(self.compute.device)
             )
         else:
             self.expert.learn(seen, numbers, self.generator("held out"))
@@ -106,7 +106,7 @@ class TPLPlus(TPL):
         """Take note of images that neither the bank nor the expert was trained on, and of their classes."""
         if len(numbers) and len(self.classes_) > 1:
             common = self.common_features(pixels)
-            bank = super().log_probabilities_of(self.outputs(pixels), common=common)
+            bank = super().log_probabilities_of(self._outputs_beside(common, pixels), common=common)
             self.balance_ = self.balance_.noted(bank, self.expert_says(common), numbers)
 
     @property
@@ -159,12 +159,16 @@ class TPLPlus(TPL):
         features = common[:, self.encoder.dim :]
         return Outputs(features, self.bank.logits(features, 0))
 
+    def _outputs_beside(self, common: Tensor, pixels: Tensor) -> list[Outputs]:
+        """Every task's outputs; what the expert has seen of the first one already is not computed again."""
+        return self.outputs(pixels, [self._first_task(common)] if self._through_first_task else None)
+
     def expert_says(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from the encoder's own features."""
         assert self.expert is not None
-        return self.expert.log_probabilities(self._even(common))
+        return self.expert.log_probabilities(self._levelled(common))
 
-    def _even(self, common: Tensor) -> Tensor:
+    def _levelled(self, common: Tensor) -> Tensor:
         """Features of both kinds at one length, so that neither outweighs the other."""
         return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
@@ -186,8 +190,7 @@ class TPLPlus(TPL):
         """The same; tasks that are not to be asked about an image do not see it."""
         common = self.common_features(pixels)
         if self.config.passes == ALL:
-            known = [self._first_task(common)] if self._through_first_task else None
-            return self.log_probabilities_of(self.outputs(pixels, known), common=common)
+            return self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
         says = self.expert_says(common)
         asked = self.tasks_to_ask(says)
         contrast = self.contrast(common)
@@ -252,7 +255,7 @@ class TPLPlus(TPL):
         """As TPL; and more images add to the expert's sums."""
         super().update_classes(task, samples, held)
         assert self.expert is not None
-        self.expert.update(self._even(self.common_features(samples.pixels)), self.numbers_of(task, samples))
+        self.expert.update(self._levelled(self.common_features(samples.pixels)), self.numbers_of(task, samples))
         self._weigh(held.pixels, self.numbers_of(task, held))
 
     def remove_class(self, task: int, own: int, number: int) -> None:

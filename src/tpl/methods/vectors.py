@@ -76,7 +76,6 @@ class VectorBank(Bank):
         # Of an encoder, a bank and its lessons use `dim`, the two `new_` methods, `fingerprint`, the two flags and the
         # call itself.
         super().__init__(cast(Encoder, encoder), config, compute, from_bytes, generator)
-        del self._ask  # recorded single-precision inference: not used here, and not to be pickled
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of vectors under a finished task's model."""

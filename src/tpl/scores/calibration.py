@@ -27,10 +27,10 @@ RIDGE = 0.1  # on the squared shifts: a task without samples in the memory keeps
 def equal_shares(classes: Tensor) -> Tensor | None:
     """A weight a sample, 1 on average, with which all classes count the same; None where they do (or nearly)."""
     counts = classes.bincount()
-    counts = counts[counts > 0]
-    if not len(counts) or int(counts.max() - counts.min()) <= 1:
+    present = counts[counts > 0]
+    if not len(present) or int(present.max() - present.min()) <= 1:
         return None
-    return len(classes) / (len(counts) * classes.bincount()[classes].double())
+    return len(classes) / (len(present) * counts[classes].double())
 
 
 def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Tensor:

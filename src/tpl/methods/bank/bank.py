@@ -8,18 +8,16 @@ task uses, so an old task's features never change: with binary masks not by a si
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpl.engine import Compute, Event, Listener
-from tpl.methods.bank.asking import Question, asking
+from tpl.engine import Event, Listener
+from tpl.methods.bank.asking import Asking, Question, asking
 from tpl.methods.bank.models import TaskModel, TaskModels
-from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import Technique
-from tpl.nets import Encoder
 
 NEARLY_FULL = 0.95
 
@@ -34,21 +32,13 @@ class Outputs(NamedTuple):
 class Bank(TaskModels):
     """The set of task models in one network: what it grows by, and what it answers."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        config: ProtectConfig,
-        compute: Compute,
-        normalise: Callable[[Tensor], Tensor],
-        generator: torch.Generator,
-        technique: type[Technique] = Technique,
-    ) -> None:
-        super().__init__(encoder, config, compute, normalise, generator)
-        self.technique = technique  # how heads are trained and read
-        self.used: Tensor | None = None  # units that some finished task holds
-        self.retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
-        self.same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
-        self._ask = asking(self, encoder, compute)
+    used: Tensor | None = None  # units that some finished task holds
+    retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
+    same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
+
+    @cached_property
+    def _ask(self) -> Asking:
+        return asking(self, self.encoder, self.compute)
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of uint8 images under a finished task's model."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tpl.engine import Compute
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.bank.techniques import Technique
 from tpl.nets import Encoder, Trainable, Weights
 
 
@@ -45,8 +46,10 @@ class TaskModels:
         compute: Compute,
         normalise: Callable[[Tensor], Tensor],
         generator: torch.Generator,
+        technique: type[Technique] = Technique,
     ) -> None:
         self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
+        self.technique = technique  # how heads are trained and read
         self.protection = PROTECTIONS[config.protect](config)
         self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.protection.prepare(self.adapters)
