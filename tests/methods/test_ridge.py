@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from tpl.methods.parts.ridge import LARGEST, SMALLEST, STRENGTHS, TEMPERATURES, RandomRidge, features_for, held_out_rows
+from tpl.methods.parts.ridge import (
+    LARGEST,
+    SMALLEST,
+    STRENGTHS,
+    TEMPERATURES,
+    RandomRidge,
+    RidgeConfig,
+    features_for,
+    held_out_rows,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,8 +28,13 @@ def problem(samples: int = 240, classes: int = 4, dim: int = 12) -> tuple[torch.
     return torch.randn(samples, dim, generator=g) + 2 * torch.randn(classes, dim, generator=g)[y], y
 
 
-def ridge(dim: int = 12, width: int = 64) -> RandomRidge:
-    return RandomRidge.drawn_for(torch.empty(0, dim), width, torch.Generator().manual_seed(1))
+def ridge(dim: int = 12, width: int = 64, **options: Any) -> RandomRidge:
+    config = RidgeConfig(width=width, **{"even": False} | options)
+    return RandomRidge.drawn_for(torch.empty(0, dim), config, torch.Generator().manual_seed(1))
+
+
+def restored(learned: RandomRidge) -> RandomRidge:
+    return RandomRidge.from_state(learned.state(), learned.config)
 
 
 def test_the_solution_is_that_of_ridge_regression() -> None:
@@ -53,43 +69,66 @@ def test_tasks_learned_one_by_one_classify_all_classes() -> None:
     assert learned.strength in STRENGTHS and learned.temperature in TEMPERATURES
 
 
+def left_out(ridge: RandomRidge, z: torch.Tensor, y: torch.Tensor, strength: float) -> torch.Tensor:
+    """What a ridge of this strength says of each sample when it is fitted to all others."""
+    hidden, target = ridge.hidden(z), torch.nn.functional.one_hot(y).double()
+    eye = strength * float(ridge.gram.diagonal().mean()) * torch.eye(hidden.shape[1])
+    others = [torch.arange(len(y)) != i for i in range(len(y))]
+    weights = [torch.linalg.solve(hidden[o].T @ hidden[o] + eye, hidden[o].T @ target[o]) for o in others]
+    return torch.stack([hidden[i] @ w for i, w in enumerate(weights)])
+
+
 def test_leaving_one_out_is_leaving_it_out() -> None:
     z, y = problem(samples=60)
-    whole = ridge()
+    whole = ridge(ridge="error")
     whole.learn_whole(z, y, z, y)
-    assert whole.chosen_at == 60 and whole.strength in STRENGTHS
-    penalty = whole.strength * float(whole.gram.diagonal().mean())
-    hidden, target = whole.hidden(z), torch.nn.functional.one_hot(y).double()
-    errors = {}
-    for strength in STRENGTHS:
-        eye = strength * float(whole.gram.diagonal().mean()) * torch.eye(64)
-        rest = [
-            torch.linalg.solve(h.T @ h + eye, h.T @ t)
-            for h, t in ((hidden[torch.arange(60) != i], target[torch.arange(60) != i]) for i in range(60))
-        ]
-        errors[strength] = float((torch.stack([hidden[i] @ w for i, w in enumerate(rest)]) - target).square().mean())
+    target = torch.nn.functional.one_hot(y).double()
+    errors = {s: float((left_out(whole, z, y, s) - target).square().mean()) for s in STRENGTHS}
     assert whole.strength == min(errors, key=lambda strength: errors[strength])
+    penalty = whole.strength * float(whole.gram.diagonal().mean())
     solution = torch.linalg.solve(whole.gram + penalty * torch.eye(64), whole.sums)
     torch.testing.assert_close(whole.weights, solution, rtol=1e-6, atol=1e-8)
 
 
-def test_the_strength_moves_by_one_step_when_samples_have_doubled() -> None:
-    z, y = problem()
-    learned = ridge()
-    learned.learn_whole(z[:60], y[:60], z[:60], y[:60])
-    learned.strength = STRENGTHS[-1]  # far from the best
-    learned.learn_whole(z[60:100], y[60:100], z[:100], y[:100])
-    assert learned.strength == STRENGTHS[-1] and learned.chosen_at == 60
-    learned.learn_whole(z[100:], y[100:], z, y)
-    assert learned.strength == STRENGTHS[-2] and learned.chosen_at == 240
-    torch.testing.assert_close(RandomRidge.from_state(learned.state())._candidates(), (STRENGTHS[-2],))
+def test_many_classes_are_told_apart_by_the_ridge_with_the_smaller_entropy() -> None:
+    z, y = problem(samples=400, classes=20)
+    chosen = [ridge(width=256, ridge=criterion) for criterion in ("error", "entropy")]
+    entropies = []
+    for learned in chosen:
+        learned.learn_whole(z, y, z, y)
+        answers = left_out(learned, z, y, learned.strength)
+        entropies.append([float(torch.nn.functional.cross_entropy(answers / t, y)) for t in TEMPERATURES])
+        assert learned.temperature == TEMPERATURES[min(range(len(TEMPERATURES)), key=entropies[-1].__getitem__)]
+    assert chosen[0].strength != chosen[1].strength
+    assert min(entropies[1]) < min(entropies[0])
+
+
+def test_the_strength_is_found_from_wherever_the_search_begins() -> None:
+    z, y = problem(samples=120)
+    found = set()
+    for start in STRENGTHS:
+        learned = ridge()
+        learned.strength = start
+        learned.learn_whole(z, y, z, y)
+        found.add(learned.strength)
+    assert len(found) == 1 and found < set(STRENGTHS[1:-1])
+
+
+def test_classes_that_any_ridge_tells_apart_leave_the_choice_to_the_squared_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(80) % 2
+    z = 10 * torch.randn(2, 12, generator=generator)[y] + torch.randn(80, 12, generator=generator)
+    chosen = [ridge(ridge=criterion) for criterion in ("error", "entropy")]
+    for learned in chosen:
+        learned.learn_whole(z, y, z, y)
+    assert chosen[0].strength == chosen[1].strength < STRENGTHS[-1]
 
 
 def test_state_and_forgetting() -> None:
     z, y = problem()
     learned = ridge()
     learned.learn(z, y, torch.Generator().manual_seed(0))
-    again = RandomRidge.from_state(learned.state())
+    again = restored(learned)
     assert torch.equal(again.log_probabilities(z), learned.log_probabilities(z))
     learned.forget(1)
     assert learned.classes == 3 and learned.log_probabilities(z).shape[1] == 3
@@ -113,7 +152,7 @@ def test_a_single_first_class_is_taken_up_whole() -> None:
 
 
 def test_the_number_of_random_features_follows_the_first_task() -> None:
-    assert features_for(1) == SMALLEST and features_for(1000) == 2000 and features_for(10**6) == LARGEST
+    assert features_for(1) == SMALLEST and features_for(1000) == 4000 and features_for(10**6) == LARGEST
 
 
 def test_a_fifth_of_every_class_is_held_out_and_none_of_a_small_one() -> None:
@@ -127,8 +166,7 @@ def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
     y = torch.arange(4).repeat(60)
     z = torch.randn(4, 12, generator=generator)[y] + 1.5 * torch.randn(240, 12, generator=generator)
     few = (y != 3) | (torch.arange(len(y)) >= 220)  # five of the last class
-    plain, even = ridge(), ridge()
-    even.even = True
+    plain, even = ridge(), ridge(even=True)
     for learned in (plain, even):
         learned.learn_whole(z[few], y[few], z[few], y[few])
     assert even.counts.tolist() == y[few].bincount().tolist()
@@ -139,7 +177,7 @@ def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
         float((learned.log_probabilities(z).argmax(dim=1) == y)[rare].double().mean()) for learned in (plain, even)
     ]
     assert right[1] > right[0]
-    again = RandomRidge.from_state(even.state(), even=True)
+    again = restored(even)
     torch.testing.assert_close(again.log_probabilities(z), even.log_probabilities(z))
     even.forget(0)
     assert even.counts.tolist() == y[few].bincount()[1:].tolist()
@@ -148,8 +186,7 @@ def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
 def test_even_changes_nothing_where_classes_are_equally_many() -> None:
     z, y = problem()
     rows = torch.cat([torch.nonzero(y == c).squeeze(1)[:30] for c in range(4)])
-    plain, even = ridge(), ridge()
-    even.even = True
+    plain, even = ridge(), ridge(even=True)
     for learned in (plain, even):
         learned.learn_whole(z[rows], y[rows], z[rows], y[rows])
     torch.testing.assert_close(even.log_probabilities(z), plain.log_probabilities(z))
@@ -160,5 +197,5 @@ def test_models_of_early_versions_have_no_counts() -> None:
     learned.update(*problem())
     state = learned.state()
     del state["counts"]
-    again = RandomRidge.from_state(state, even=True)
+    again = RandomRidge.from_state(state, RidgeConfig())
     torch.testing.assert_close(again.log_probabilities(problem()[0]), learned.log_probabilities(problem()[0]))

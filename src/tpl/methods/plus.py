@@ -24,7 +24,7 @@ from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Question, TaskModel, within_tasks
 from tpl.methods.base import register, task_of_class
 from tpl.methods.parts.balance import Balance
-from tpl.methods.parts.ridge import RandomRidge
+from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder, unstacked
 from tpl.state import beginning_with
@@ -38,7 +38,7 @@ NEVER = -1e4  # log-probability of a class whose task was not asked: below any o
 
 
 @dataclass(frozen=True)
-class PlusConfig(TPLConfig):
+class PlusConfig(RidgeConfig, TPLConfig):
     """TPL's options, and those of the global expert."""
 
     sees: str = option(
@@ -46,8 +46,6 @@ class PlusConfig(TPLConfig):
         "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
         ("encoder", "first"),
     )
-    width: int = option(0, "random features of the expert; 0: by the first task's size, 10 000 at most", minimum=0)
-    even: bool = option(True, "the expert answers as if all classes had equally many images")
     weight: float = option(2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0)
     balance: str = option(
         "fitted",
@@ -89,7 +87,7 @@ class TPLPlus(TPL):
         super().conclude(task, samples)
         seen, numbers = self._levelled(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
-            self.expert = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"), self.config.even)
+            self.expert = RandomRidge.drawn_for(seen, self.config, self.generator("projection"))
         if len(self.memory):  # it has all classes: better to choose on than the new ones alone
             self.expert.learn_whole(
                 seen, numbers, self._levelled(self._of_memory()), self.memory.labels.to(self.compute.device)
@@ -279,7 +277,7 @@ class TPLPlus(TPL):
         """Scores, calibration and expert back."""
         super().load_own_state(shared, tasks)
         found = beginning_with(EXPERT, shared)
-        self.expert = RandomRidge.from_state(found, self.config.even) if found else None
+        self.expert = RandomRidge.from_state(found, self.config) if found else None
         self.balance_ = Balance.from_state(beginning_with(BALANCE, found))
         view = beginning_with(VIEW, found)
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None

@@ -14,7 +14,7 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
-from tpl.methods.parts.ridge import RandomRidge
+from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.nets import Encoder
 from tpl.state import State, beginning_with
 from tpl.stream import Task
@@ -23,10 +23,9 @@ RIDGE = "ridge."
 
 
 @dataclass(frozen=True)
-class RanPACConfig(NetworkConfig):
+class RanPACConfig(RidgeConfig, NetworkConfig):
     """RanPAC's options; those of training matter for the first task alone, with `adapt=first`."""
 
-    width: int = option(0, "random features; 0: by the first task's size, 10 000 at most", minimum=0)
     even: bool = option(False, "answer as if all classes had equally many images; not as published")
     adapt: str = option("none", "none: the encoder as it is; first: adapted to the first task", ("none", "first"))
 
@@ -53,7 +52,7 @@ class RanPAC(NetworkMethod):
             super().learn_task(task, samples, listen)
         seen, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
         if self.ridge is None:
-            self.ridge = RandomRidge.drawn_for(seen, self.config.width, self.generator("projection"), self.config.even)
+            self.ridge = RandomRidge.drawn_for(seen, self.config, self.generator("projection"))
         self.ridge.learn(seen, numbers, self.generator("held out"))
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -90,4 +89,4 @@ class RanPAC(NetworkMethod):
             network = {k: v for k, v in state.shared.items() if not k.startswith(RIDGE)}
             super().load_state(State(network, state.tasks))
         ridge = {k: v.to(self.compute.device) for k, v in beginning_with(RIDGE, state.shared).items()}
-        self.ridge = RandomRidge.from_state(ridge, self.config.even) if ridge else None
+        self.ridge = RandomRidge.from_state(ridge, self.config) if ridge else None

@@ -21,38 +21,6 @@ def adapted_block(
 ) -> Tensor:
     """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
     y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
-    return _behind_attention(block, x, y, norms, adapters, masks)
-
-
-def class_token_block(
-    block: Block,
-    x: Tensor,
-    norms: Sequence[Tensor],
-    adapters: Sequence[AdapterStack | None],
-    masks: Sequence[AdapterMasks | None],
-) -> Tensor:
-    """What the adapted block makes of the first token, `[n, 1, dim]`: the others serve as keys and values alone."""
-    attention, dim = block.attn, x.shape[-1]
-    y = layer_norm(x, norms[0], block.norm1.eps)
-    weight, bias = attention.qkv.weight, attention.qkv.bias
-    query = F.linear(y[:, :1], weight[:dim], None if bias is None else bias[:dim])
-    both = F.linear(y, weight[dim:], None if bias is None else bias[dim:])
-    query = query.unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
-    key, value = both.unflatten(2, (2, attention.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    y = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    y = block.ls1(attention.proj(y))
-    return _behind_attention(block, x[:, :1], y, norms, adapters, masks)
-
-
-def _behind_attention(
-    block: Block,
-    x: Tensor,
-    y: Tensor,
-    norms: Sequence[Tensor],
-    adapters: Sequence[AdapterStack | None],
-    masks: Sequence[AdapterMasks | None],
-) -> Tensor:
-    """The rest of the block, given the stream `x` and what attention says, `y`."""
     x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
     y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
     return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack
 from tpl.nets.base import Encoder
-from tpl.nets.blocks import adapted_block, class_token_block, is_standard, layer_norm
+from tpl.nets.blocks import adapted_block, layer_norm
 
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
 
@@ -46,7 +46,7 @@ class ViTEncoder(Encoder):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
-        self.through, self.through_last, self.fused = adapted_block, class_token_block, False
+        self.through, self.fused = adapted_block, False
         self._copies: dict[
             tuple[torch.dtype, torch.device], VisionTransformer
         ] = {}  # in a dict: not part of this module's state
@@ -63,7 +63,6 @@ class ViTEncoder(Encoder):
         # uncompiled, at half the speed.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         self.through, self.fused = torch.compile(adapted_block, dynamic=False), True
-        self.through_last = torch.compile(class_token_block, dynamic=False)
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -124,12 +123,11 @@ class ViTEncoder(Encoder):
         adapters: Iterable[Tensor] | None = None,
         masks: Tensor | None = None,
         notice: Callable[[Tensor], None] | None = None,
-        brief: bool = False,
     ) -> Tensor:
         """`forward` from the `tokens` on, in their precision.
 
-        `brief` leaves out of the last block what no feature depends on, where the class token is all that counts: the
-        same to rounding, and one block less to compute, nearly.
+        The last block computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so
+        few rows were seen to round an image now this way, now that, and features must have the same bits every time.
         """
         x, dtype = tokens, tokens.dtype
         vit = self.trunk(dtype)
@@ -141,11 +139,9 @@ class ViTEncoder(Encoder):
             layers = stack.layers()
             if masks is not None:
                 opened = _per_adapter(stack.split(masks.to(dtype)))
-        brief = brief and vit.global_pool == "token" and is_standard(vit.blocks[-1])
         for i, block in enumerate(vit.blocks):
             own = slice(2 * i, 2 * i + 2)
-            through = self.through_last if brief and block is vit.blocks[-1] else self.through
-            x = through(block, x, affines[own], layers[own], opened[own])
+            x = self.through(block, x, affines[own], layers[own], opened[own])
             if notice is not None:
                 notice(x)
         return self.pooled(x, norms)

@@ -156,7 +156,7 @@ class InRows(Shared):
     def _answer(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Norms with an axis of rows come with masks and the shared weights, others with a task's own weights."""
         masks, weights = (rest[0], rest[1:]) if norms.dim() == 4 else (None, rest)
-        return self.encoder.beyond(tokens, norms, weights, masks, brief=True)
+        return self.encoder.beyond(tokens, norms, weights, masks)
 
     @cached_property
     def _mixes(self) -> bool:

@@ -10,12 +10,14 @@ log n_c off the logits (Menon et al., 2021): nothing changes where they are.
 
 from __future__ import annotations
 
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpl.config import Config, option
 from tpl.scores.base import in_blocks
 
 BLOCK = 2048  # samples projected at a time
@@ -23,12 +25,35 @@ SMALLEST, LARGEST = 1024, 10_000  # random features: with fewer, small problems 
 SMALLEST_REST = 1e-6  # of a sample that nearly determines its own answer
 HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
-TEMPERATURES = tuple(2.0 ** (e / 2) for e in range(-18, 5))
+TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
+LEAP = 4  # temperatures passed over at first: the entropy has one valley
+
+
+@dataclass(frozen=True)
+class RidgeConfig(Config):
+    """Options of the ridge."""
+
+    width: int = option(0, "random features; 0: by the first task's size, 10 000 at most", minimum=0)
+    ridge: str = option(
+        "entropy",
+        "what the ridge's strength is chosen by: cross-entropy first, or (error) squared error alone, as published",
+        ("entropy", "error"),
+    )
+    even: bool = option(True, "answer as if all classes had equally many images")
+
+
+class Trial(NamedTuple):
+    """What one strength of the ridge comes to on samples that were not taken up, or are left out."""
+
+    error: float  # mean square
+    entropies: Tensor  # of each sample, at the temperature with the smallest mean
+    temperature: float
+    weights: Tensor
 
 
 def features_for(samples: int) -> int:
-    """How many random features suit a first task of so many samples: twice as many, within bounds."""
-    return min(max(2 * samples, SMALLEST), LARGEST)
+    """How many random features suit a first task of so many samples: four times as many, within bounds."""
+    return min(max(4 * samples, SMALLEST), LARGEST)
 
 
 def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -44,23 +69,22 @@ def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
 class RandomRidge:
     """Class sums and Gram matrix of random features, and the classifier they give."""
 
-    def __init__(self, projection: Tensor, even: bool = False) -> None:
+    def __init__(self, projection: Tensor, config: RidgeConfig) -> None:
         self.projection = projection  # [dim, width]
-        self.even = even
+        self.config = config
         width, device = projection.shape[1], projection.device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
         self.counts = self.sums[0]  # samples of each class
         self.strength = STRENGTHS[-1]
-        self.samples, self.chosen_at = 0, 0  # taken up in all, and when the strength was last chosen
         self.temperature = 1.0
         self.weights = self.sums
 
     @classmethod
-    def drawn_for(cls, z: Tensor, width: int, generator: torch.Generator, even: bool = False) -> Self:
-        """One that has seen nothing, with a projection by lot; a `width` of 0 suits a first task with features `z`."""
-        width = width or features_for(len(z))
-        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), even)
+    def drawn_for(cls, z: Tensor, config: RidgeConfig, generator: torch.Generator) -> Self:
+        """One that has seen nothing, with a projection by lot that suits a first task with features `z`."""
+        width = config.width or features_for(len(z))
+        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), config)
 
     @property
     def classes(self) -> int:
@@ -103,7 +127,6 @@ class RandomRidge:
         missing = int(y.max()) + 1 - self.classes if len(y) else 0
         if missing > 0:
             self.sums, self.counts = (F.pad(part, (0, missing)) for part in (self.sums, self.counts))
-        self.samples += len(y)
         self.counts += y.bincount(minlength=self.classes)
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             h = self.hidden(part)
@@ -111,37 +134,59 @@ class RandomRidge:
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
 
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
-        """The ridge with the smallest squared error, as published; then the temperature with the smallest entropy.
+        """The ridge, and its temperature, that suit these samples best. Gives the classifier that came with it.
 
-        `inside`: the samples were taken up already. All strengths are tried at first. It moves slowly as samples come
-        in: later its neighbours are tried, each time these have doubled. Gives the classifier that came with it.
+        `inside`: the samples were taken up already. The search goes from the strength of before to better neighbours.
         """
         hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
-        target = F.one_hot(y, self.classes).double()
-        tried = {}
-        for strength in self._candidates():
-            factor = self._factor(strength)
-            if factor is not None:
-                weights = torch.cholesky_solve(self.sums, factor)
-                answer = hidden @ weights
-                if inside:
-                    answer = _without_itself(answer, hidden, target, factor)
-                tried[strength] = float((answer - target).square().mean()), answer, weights
-        if not tried:
-            return None
-        self.strength = min(tried, key=lambda strength: tried[strength][0])
-        if len(tried) > 1:
-            self.chosen_at = self.samples
-        _, answer, weights = tried[self.strength]
-        self.temperature = min(TEMPERATURES, key=lambda t: float(F.cross_entropy(self._logits(answer, t), y)))
-        return weights
-
-    def _candidates(self) -> tuple[float, ...]:
-        if not self.chosen_at:
-            return STRENGTHS
+        trials: dict[float, Trial] = {}
+        asked: set[float] = set()
         place = STRENGTHS.index(self.strength)
-        step = 1 if self.samples >= 2 * self.chosen_at else 0
-        return STRENGTHS[max(place - step, 0) : place + step + 1]
+        while untried := set(STRENGTHS[max(place - 1, 0) : place + 2]) - asked:
+            found = {strength: self._tried(strength, hidden, y, inside) for strength in untried}
+            trials |= {strength: trial for strength, trial in found.items() if trial is not None}
+            asked |= untried
+            place = STRENGTHS.index(self._best(trials)) if trials else min(place + 1, len(STRENGTHS) - 1)
+        if not trials:
+            return None
+        self.strength = self._best(trials)
+        self.temperature = trials[self.strength].temperature
+        return trials[self.strength].weights
+
+    def _tried(self, strength: float, hidden: Tensor, y: Tensor, inside: bool) -> Trial | None:
+        factor = self._factor(strength)
+        if factor is None:
+            return None
+        weights = torch.cholesky_solve(self.sums, factor)
+        answer, target = hidden @ weights, F.one_hot(y, self.classes).double()
+        if inside:
+            answer = _without_itself(answer, hidden, target, factor)
+        return Trial(float((answer - target).square().mean()), *self._fitted(answer, y), weights)
+
+    def _fitted(self, answer: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        """Every sample's entropy at the temperature with the smallest mean, and this temperature."""
+
+        def least(temperatures: tuple[float, ...]) -> tuple[Tensor, int]:
+            found = [F.cross_entropy(self._logits(answer, t), y, reduction="none") for t in temperatures]
+            best = min(range(len(found)), key=lambda i: float(found[i].mean()))
+            return found[best], TEMPERATURES.index(temperatures[best])
+
+        _, near = least(TEMPERATURES[::LEAP])
+        entropies, best = least(TEMPERATURES[max(near - LEAP, 0) : near + LEAP + 1])
+        return entropies, TEMPERATURES[best]
+
+    def _best(self, trials: dict[float, Trial]) -> float:
+        """The strength with the smallest error; of all, or of those whose entropy is not certainly larger than another.
+
+        With many classes the squared error is mostly that of zeros, and likes a ridge so strong that the order of the
+        classes suffers. With few, all may be told apart at any strength, and entropies say nothing.
+        """
+        if self.config.ridge == "error":
+            return min(trials, key=lambda strength: trials[strength].error)
+        least = min(trials.values(), key=lambda trial: float(trial.entropies.mean()))
+        more = {strength: trial.entropies - least.entropies for strength, trial in trials.items()}
+        open_ = [s for s, d in more.items() if float(d.mean()) <= float(d.std(correction=0)) * len(d) ** -0.5]
+        return min(open_, key=lambda strength: trials[strength].error)
 
     def _solve(self) -> None:
         """The classifier of all that was taken up."""
@@ -165,7 +210,7 @@ class RandomRidge:
 
     def _logits(self, answers: Tensor, temperature: float) -> Tensor:
         scaled = answers / temperature
-        return scaled - self.counts.clamp_min(1).log() if self.even else scaled
+        return scaled - self.counts.clamp_min(1).log() if self.config.even else scaled
 
     def forget(self, c: int) -> None:
         """Drop a class; what it said about the spread of features stays, as a background for the others."""
@@ -176,7 +221,7 @@ class RandomRidge:
     def state(self) -> dict[str, Tensor]:
         """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
-        chosen = [self.strength, self.temperature, self.samples, self.chosen_at]
+        chosen = [self.strength, self.temperature]
         sums = {"gram": self.gram[rows, columns], "sums": self.sums, "counts": self.counts}
         return {
             "projection": self.projection,
@@ -185,17 +230,15 @@ class RandomRidge:
         } | sums
 
     @classmethod
-    def from_state(cls, state: dict[str, Tensor], even: bool = False) -> Self:
+    def from_state(cls, state: dict[str, Tensor], config: RidgeConfig) -> Self:
         """The ridge that `state` came from."""
-        ridge = cls(state["projection"], even)
+        ridge = cls(state["projection"], config)
         rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
         ridge.gram += ridge.gram.triu(1).T
         ridge.sums, ridge.weights = state["sums"], state["weights"]
         ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
-        ridge.strength, ridge.temperature, *counts = state["chosen"].tolist()
-        if len(counts) == 2:  # nor these
-            ridge.samples, ridge.chosen_at = map(int, counts)
+        ridge.strength, ridge.temperature = state["chosen"].tolist()[:2]  # some versions kept more
         return ridge
 
 
