@@ -595,6 +595,6 @@ def test_a_network_from_scratch_has_no_expert() -> None:
     assert (method_for("compact"), method_for("resnet18:8")) == ("tpl-plus", "tpl")
 
 
-@pytest.mark.parametrize(("images", "width"), [(1, 1024), (600, 1200), (50_000, 2048)])
+@pytest.mark.parametrize(("images", "width"), [(1, 1024), (300, 1200), (50_000, 2048)])
 def test_the_expert_of_a_model_from_folders_is_neither_narrow_nor_huge(images: int, width: int) -> None:
     assert width_for(images) == width

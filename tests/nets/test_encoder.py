@@ -67,6 +67,7 @@ def test_half_precision_is_a_copy_and_stays_close() -> None:
     before = encoder.fingerprint
     half = encoder(images, norms, dtype=torch.bfloat16)
     assert half.dtype == torch.float32
+    assert torch.equal(half, encoder.plain(images, torch.bfloat16))
     assert not torch.equal(half, encoder.plain(images))
     torch.testing.assert_close(half, encoder.plain(images), rtol=0.1, atol=0.1)
     assert hash_tensors(encoder.vit.state_dict()) == before and encoder.trunk(torch.float32) is encoder.vit

@@ -12,7 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,9 +152,8 @@ class Method(ABC):
 
     @cached_property
     def encoder_features(self) -> Inference:
-        """The frozen encoder's own features of uint8 images, in full precision: no task changes them."""
-        normalise = self.preprocess.normaliser(self.compute.device, torch.float32)
-        return Inference(self.encoder.plain, self.compute, normalise)
+        """The frozen encoder's own features of uint8 images: no task changes them."""
+        return Inference(partial(self.encoder.plain, dtype=self.compute.dtype), self.compute, self.normalise)
 
     @cached_property
     def adapted_features(self) -> Inference:

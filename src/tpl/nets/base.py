@@ -83,7 +83,7 @@ class Encoder(nn.Module, ABC):
         """The norms of a trained task; batch norms take their statistics from these batches of training images."""
         return norms
 
-    def plain(self, images: Tensor) -> Tensor:
+    def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Features of the trunk alone, which no task changes."""
         raise TplError(f"'{self.name}' is trained from scratch: before that, it has no features of its own.")
 

@@ -76,10 +76,12 @@ class ViTEncoder(Encoder):
         """A copy of the pre-trained layer norms, `[norms, 2, dim]` (scale, shift): a task's own."""
         return torch.stack([torch.stack([n.weight, n.bias]) for n in self._norms()]).detach().clone()
 
-    def plain(self, images: Tensor) -> Tensor:
-        """Features of the trunk alone, by timm's own forward pass."""
-        features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
-        return features
+    def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Features of the trunk alone, float32, by timm's own forward pass; in half precision but for the last norm."""
+        if dtype == torch.float32:
+            features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
+            return features
+        return self.pooled(self.trunk(dtype).blocks(self.tokens(images, dtype)), self.new_norms())
 
     def trunk(self, dtype: torch.dtype) -> VisionTransformer:
         """The frozen network in one precision; a copy in another than its own is made once and kept."""

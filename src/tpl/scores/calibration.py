@@ -14,6 +14,8 @@ one for likelier; by `equal_shares` every class counts the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,11 @@ def equal_shares(classes: Tensor) -> Tensor | None:
     return len(classes) / (len(present) * counts[classes].double())
 
 
+def _beside(*parts: Tensor | None) -> list[Any]:
+    """Small tensors on the CPU: a fit is hundreds of tiny steps, and on a GPU each would cost several launches."""
+    return [None if part is None else part.cpu() for part in parts]
+
+
 def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return F.cross_entropy(logits, truth)
@@ -41,6 +48,8 @@ def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Ten
 
 def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`."""
+    device = scores.device
+    scores, tasks, weights = _beside(scores, tasks, weights)
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
         affine.requires_grad_(True)
@@ -49,7 +58,7 @@ def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = Non
             optimiser.zero_grad()
             _cross_entropy(affine[0] * scores + affine[1], tasks, weights).backward()
             optimiser.step()
-    return _sane(affine.detach())
+    return _sane(affine.detach()).to(device)
 
 
 def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
@@ -57,8 +66,10 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights:
 
     The problem is convex: the answer depends on no rate and no number of steps.
     """
+    device = scores.device
+    scores, tasks, weights = _beside(scores, tasks, weights)
     with torch.enable_grad():
-        shift = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device, requires_grad=True)
+        shift = torch.zeros(scores.shape[1], dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.LBFGS([shift], max_iter=STEPS, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
@@ -68,7 +79,7 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights:
             return value
 
         optimiser.step(loss)
-    return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
+    return _sane(torch.stack([torch.ones_like(shift), shift]).detach()).to(device)
 
 
 def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -76,11 +87,13 @@ def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = N
 
     Convex, as above; the scale is fitted on scores divided by their overall deviation, and stays positive.
     """
+    device = scores.device
+    scores, tasks, weights = _beside(scores, tasks, weights)
     size = scores.double().std(correction=0).clamp_min(1e-12)
     centred = (scores.double() - scores.double().mean(dim=0)) / size
     with torch.enable_grad():
-        scale = torch.ones((), dtype=torch.float64, device=scores.device, requires_grad=True)
-        shift = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device, requires_grad=True)
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        shift = torch.zeros(scores.shape[1], dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.LBFGS([scale, shift], max_iter=STEPS, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
@@ -91,7 +104,7 @@ def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = N
 
         optimiser.step(loss)
     found = scale.detach().clamp_min(1e-3) / size
-    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)]))
+    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)])).to(device)
 
 
 def calibrate_probabilities(
@@ -101,8 +114,7 @@ def calibrate_probabilities(
 
     `within` `[n, classes]` holds each class's probability inside its own task.
     """
-    # Thousands of tiny steps: on a GPU each would cost a launch, so they are done beside it.
-    base, task_of_class, classes = (part.cpu() for part in (within * scores[:, task_of_class], task_of_class, classes))
+    base, task_of_class, classes = _beside(within * scores[:, task_of_class], task_of_class, classes)
     weights = equal_shares(classes)
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(base)
