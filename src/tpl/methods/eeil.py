@@ -20,6 +20,7 @@ augmentation, which no method here has (but see `augment`). The first task is pl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tpl.config import option
@@ -36,7 +37,9 @@ class EEILConfig(RehearsalConfig):
     """EEIL's options."""
 
     temperature: float = option(2.0, "temperature of distillation", above=0)
-    balanced_epochs: int = option(20, "passes over the balanced set after a task; 0: none", minimum=0)
+    balanced_epochs: float = option(
+        0.1, "passes over the balanced set after a task, as a share of epochs (20 of 200 published)", minimum=0
+    )
     balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
 
 
@@ -60,11 +63,10 @@ class EEIL(RehearsalMethod):
         new = self.grow(task, samples)
         teachers = [(self.network.copy(), tasks[:-1])] if self.classes_ else []
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
-        if old is not None and config.balanced_epochs:
+        epochs = math.ceil(config.balanced_epochs * config.epochs)
+        if old is not None and epochs:
             objective = Distillation(self.network, [(self.network.copy(), tasks)], config.temperature)
             few = balanced(new, old, self.generator("balanced set"))
-            recipe = config.replace(
-                epochs=config.balanced_epochs, lr=config.lr * config.balanced_rate, schedule="cosine"
-            )
+            recipe = config.replace(epochs=epochs, lr=config.lr * config.balanced_rate, schedule="cosine")
             self.fit(few, silent, objective, recipe=recipe, name="balancing")
         self.remember(task, samples)

@@ -44,7 +44,9 @@ class GDConfig(RehearsalConfig):
 
     temperature: float = option(2.0, "temperature of distillation", above=0)
     confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0)
-    balanced_epochs: int = option(20, "passes over the images to balance the head after a task; 0: none", minimum=0)
+    balanced_epochs: float = option(
+        0.1, "passes over the images to balance the head, as a share of epochs (20 of 200 published)", minimum=0
+    )
     balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
 
 
@@ -100,11 +102,10 @@ class GD(RehearsalMethod):
         prev, own = side_by_side([first, count])
         teachers = [(before, [prev]), (specialist, [own])]
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
-        if config.balanced_epochs:
+        epochs = math.ceil(config.balanced_epochs * config.epochs)
+        if epochs:
             weights = balancing_weights(new.labels, None if old is None else old.labels, first + count)
-            recipe = config.replace(
-                epochs=config.balanced_epochs, lr=config.lr * config.balanced_rate, schedule="cosine"
-            )
+            recipe = config.replace(epochs=epochs, lr=config.lr * config.balanced_rate, schedule="cosine")
             head = [self.network.head_weight, self.network.head_bias]
             objective = Distillation(self.network, teachers, config.temperature, weights)
             self.fit(new, silent, objective, old, recipe, "balancing", head)
