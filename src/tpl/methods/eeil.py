@@ -20,27 +20,22 @@ augmentation, which no method here has (but see `augment`). The first task is pl
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tpl.config import option
 from tpl.engine import Listener, Samples, silent
 from tpl.methods.base import register
-from tpl.methods.parts.balanced import balanced
+from tpl.methods.parts.balanced import BalancingConfig, balanced
 from tpl.methods.parts.distill import Distillation, side_by_side
-from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.methods.parts.rehearsal import RehearsalMethod
 from tpl.stream import Task
 
 
 @dataclass(frozen=True)
-class EEILConfig(RehearsalConfig):
+class EEILConfig(BalancingConfig):
     """EEIL's options."""
 
     temperature: float = option(2.0, "temperature of distillation", above=0)
-    balanced_epochs: float = option(
-        0.1, "passes over the balanced set after a task, as a share of epochs (20 of 200 published)", minimum=0
-    )
-    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
 
 
 @register
@@ -63,10 +58,9 @@ class EEIL(RehearsalMethod):
         new = self.grow(task, samples)
         teachers = [(self.network.copy(), tasks[:-1])] if self.classes_ else []
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
-        epochs = math.ceil(config.balanced_epochs * config.epochs)
-        if old is not None and epochs:
+        balancing = config.balancing()
+        if old is not None and balancing is not None:
             objective = Distillation(self.network, [(self.network.copy(), tasks)], config.temperature)
             few = balanced(new, old, self.generator("balanced set"))
-            recipe = config.replace(epochs=epochs, lr=config.lr * config.balanced_rate, schedule="cosine")
-            self.fit(few, silent, objective, recipe=recipe, name="balancing")
+            self.fit(few, silent, objective, recipe=balancing, name="balancing")
         self.remember(task, samples)

@@ -32,22 +32,19 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import IGNORED, Listener, Samples, silent
 from tpl.methods.base import register
+from tpl.methods.parts.balanced import BalancingConfig
 from tpl.methods.parts.distill import Distillation, mean_of, rows_that_count, side_by_side
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.methods.parts.rehearsal import RehearsalMethod
 from tpl.stream import Task
 
 
 @dataclass(frozen=True)
-class GDConfig(RehearsalConfig):
+class GDConfig(BalancingConfig):
     """GD's options."""
 
     temperature: float = option(2.0, "temperature of distillation", above=0)
     confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0)
-    balanced_epochs: float = option(
-        0.1, "passes over the images to balance the head, as a share of epochs (20 of 200 published)", minimum=0
-    )
-    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
 
 
 class Specialist(CrossEntropy):
@@ -102,13 +99,12 @@ class GD(RehearsalMethod):
         prev, own = side_by_side([first, count])
         teachers = [(before, [prev]), (specialist, [own])]
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
-        epochs = math.ceil(config.balanced_epochs * config.epochs)
-        if epochs:
+        balancing = config.balancing()
+        if balancing is not None:
             weights = balancing_weights(new.labels, None if old is None else old.labels, first + count)
-            recipe = config.replace(epochs=epochs, lr=config.lr * config.balanced_rate, schedule="cosine")
             head = [self.network.head_weight, self.network.head_bias]
             objective = Distillation(self.network, teachers, config.temperature, weights)
-            self.fit(new, silent, objective, old, recipe, "balancing", head)
+            self.fit(new, silent, objective, old, balancing, "balancing", head)
 
 
 def balancing_weights(new: Tensor, old: Tensor | None, classes: int) -> Tensor:

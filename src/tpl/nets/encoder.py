@@ -81,6 +81,7 @@ class ViTEncoder(Encoder):
         if dtype == torch.float32:
             features: Tensor = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
             return features
+        # `forward` without adapters gives the same bits, but would have a block of its own compiled.
         return self.pooled(self.trunk(dtype).blocks(self.tokens(images, dtype)), self.new_norms())
 
     def trunk(self, dtype: torch.dtype) -> VisionTransformer:

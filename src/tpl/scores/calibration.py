@@ -14,11 +14,15 @@ one for likelier; by `equal_shares` every class counts the same.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+P = ParamSpec("P")
 
 CALIBRATIONS = ("none", "score", "shift", "probability")
 STEPS = 100
@@ -35,9 +39,22 @@ def equal_shares(classes: Tensor) -> Tensor | None:
     return len(classes) / (len(present) * counts[classes].double())
 
 
-def _beside(*parts: Tensor | None) -> list[Any]:
-    """Small tensors on the CPU: a fit is hundreds of tiny steps, and on a GPU each would cost several launches."""
-    return [None if part is None else part.cpu() for part in parts]
+def _beside_the_gpu(fit: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """The fit done on the CPU, with its answer where its tensors were.
+
+    It is hundreds of tiny steps, each of which would cost several launches on a GPU.
+    """
+
+    @wraps(fit)
+    def on_cpu(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        device = next(part.device for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
+        return fit(*map(_to_cpu, args), **{name: _to_cpu(part) for name, part in kwargs.items()}).to(device)
+
+    return on_cpu
+
+
+def _to_cpu(part: Any) -> Any:
+    return part.cpu() if isinstance(part, Tensor) else part
 
 
 def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Tensor:
@@ -46,10 +63,9 @@ def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Ten
     return (F.cross_entropy(logits, truth, reduction="none") * weights).mean()
 
 
+@_beside_the_gpu
 def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`."""
-    device = scores.device
-    scores, tasks, weights = _beside(scores, tasks, weights)
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(scores)
         affine.requires_grad_(True)
@@ -58,16 +74,15 @@ def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = Non
             optimiser.zero_grad()
             _cross_entropy(affine[0] * scores + affine[1], tasks, weights).backward()
             optimiser.step()
-    return _sane(affine.detach()).to(device)
+    return _sane(affine.detach())
 
 
+@_beside_the_gpu
 def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
     """A shift per task and scale 1, `[2, T]`: the minimum of the cross-entropy at the temperature, weakly regularised.
 
     The problem is convex: the answer depends on no rate and no number of steps.
     """
-    device = scores.device
-    scores, tasks, weights = _beside(scores, tasks, weights)
     with torch.enable_grad():
         shift = torch.zeros(scores.shape[1], dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.LBFGS([shift], max_iter=STEPS, line_search_fn="strong_wolfe")
@@ -79,16 +94,15 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights:
             return value
 
         optimiser.step(loss)
-    return _sane(torch.stack([torch.ones_like(shift), shift]).detach()).to(device)
+    return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
 
 
+@_beside_the_gpu
 def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """One scale for all tasks and a shift each, `[2, T]`, for scores of any size: logistic regression at temperature 1.
 
     Convex, as above; the scale is fitted on scores divided by their overall deviation, and stays positive.
     """
-    device = scores.device
-    scores, tasks, weights = _beside(scores, tasks, weights)
     size = scores.double().std(correction=0).clamp_min(1e-12)
     centred = (scores.double() - scores.double().mean(dim=0)) / size
     with torch.enable_grad():
@@ -104,9 +118,10 @@ def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = N
 
         optimiser.step(loss)
     found = scale.detach().clamp_min(1e-3) / size
-    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)])).to(device)
+    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)]))
 
 
+@_beside_the_gpu
 def calibrate_probabilities(
     within: Tensor, scores: Tensor, task_of_class: Tensor, classes: Tensor, generator: torch.Generator
 ) -> Tensor:
@@ -114,7 +129,7 @@ def calibrate_probabilities(
 
     `within` `[n, classes]` holds each class's probability inside its own task.
     """
-    base, task_of_class, classes = _beside(within * scores[:, task_of_class], task_of_class, classes)
+    base = within * scores[:, task_of_class]
     weights = equal_shares(classes)
     with torch.enable_grad():
         affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).to(base)
@@ -127,7 +142,7 @@ def calibrate_probabilities(
                 own = None if weights is None else weights[rows]
                 _cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows], own).backward()
                 optimiser.step()
-    return _sane(affine.detach().to(scores.device))
+    return _sane(affine.detach())
 
 
 def _sane(affine: Tensor) -> Tensor:

@@ -6,9 +6,30 @@ on such a set (`NetworkMethod.fit` with a shorter recipe) sets it right.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
+from tpl.config import option
 from tpl.engine import Samples
+from tpl.methods.parts.rehearsal import RehearsalConfig
+
+
+@dataclass(frozen=True)
+class BalancingConfig(RehearsalConfig):
+    """Options of a method that balances its head by a short training after every task."""
+
+    balanced_epochs: float = option(
+        0.1, "passes that balance the head after a task, as a share of epochs (20 of 200 published)", minimum=0
+    )
+    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
+
+    def balancing(self) -> Self | None:
+        """The recipe of that training; None if there is to be none."""
+        epochs = math.ceil(self.balanced_epochs * self.epochs)
+        return self.replace(epochs=epochs, lr=self.lr * self.balanced_rate, schedule="cosine") if epochs else None
 
 
 def balanced(new: Samples, old: Samples, generator: torch.Generator) -> Samples:

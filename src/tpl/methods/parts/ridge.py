@@ -149,7 +149,7 @@ class RandomRidge:
             place = STRENGTHS.index(self._best(trials)) if trials else min(place + 1, len(STRENGTHS) - 1)
         if not trials:
             return None
-        self.strength = self._best(trials)
+        self.strength = STRENGTHS[place]
         self.temperature = trials[self.strength].temperature
         return trials[self.strength].weights
 
