@@ -53,7 +53,7 @@ class PlusConfig(RidgeConfig, TPLConfig):
         ("fitted", "fixed"),
     )
     passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
-    covered: float = option(0.9, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
+    covered: float = option(0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
