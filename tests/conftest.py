@@ -19,7 +19,7 @@ pytest.register_assert_rewrite("common_checks")
 LONG = (
     "test_common", "test_serve_learning", "test_export", "test_estimator", "test_serve_command", "test_model_commands",
     "test_run", "test_suite", "test_crash", "test_ablate", "test_common_baselines", "test_cli", "test_walkthrough",
-    "test_scratch",
+    "test_scratch", "test_devices",
 )  # fmt: skip
 
 
