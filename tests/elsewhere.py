@@ -107,5 +107,10 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def elsewhere() -> Iterator[torch.device]:
     """The device, as long as it is there."""
-    with There(), MadeThere():
-        yield ELSEWHERE
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # or a converted module would keep its `inner`
+    try:
+        with There(), MadeThere():
+            yield ELSEWHERE
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
