@@ -4,24 +4,95 @@ Within `elsewhere()`, `torch.device("lazy")` has tensors. They compute as the CP
 some of them and some of the CPU's fails, as on a GPU; so does a random draw there from a generator of the CPU, and what
 asks for their memory, such as numpy. (torch's autograd serves `lazy` tensors as it serves those of the CPU, without
 threads or streams of their own: that is why it is this name.)
+
+Within `elsewhere(recording=True)` the program takes it for a GPU that records steps and answers, and `torch.cuda`'s
+graphs are tapes: what is done while one runs is noted, operation by operation, and a replay does the same with the same
+tensors. What a GPU cannot record, because the CPU has a part in it, is refused. So a step that leans on anything that
+Python does in it, a branch or a number, gives other answers replayed than done anew: as on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tpl.engine import device as engine_device
 
 ELSEWHERE = torch.device("lazy", 0)
 aten = torch.ops.aten
 BETWEEN = {aten._to_copy.default, aten.copy_.default}  # may take both
 CPU_NUMBERS = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+# The CPU would have to wait for these, to know a number or the size of an answer.
+AWAITED = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
+    aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor, aten.equal.default,
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One operation on a tape, with the tensors behind the wall."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    found: list[Tensor]
+
+    def again(self) -> None:
+        """Do it anew, with what the same tensors hold now, and put the answers where they were."""
+        for old, new in zip(self.found, _tensors(self.func(*self.args, **self.kwargs)), strict=True):
+            if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                old.copy_(new)
+
+
+class Tape:
+    """What stands for a `torch.cuda.CUDAGraph`."""
+
+    running: Tape | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # memory, and what it held
+
+    def replay(self) -> None:
+        """Everything once more."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for call in self.calls:
+                call.again()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Take down what is done, and refuse what cannot be. It shall not have been done: a GPU only takes notes."""
+        drawn = torch.get_rng_state()
+        Tape.running = self
+        try:
+            yield
+        finally:
+            Tape.running = None
+        for memory, held in self.before.values():
+            memory.copy_(held)
+        torch.set_rng_state(drawn)
+
+    def remember(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """What the tensors hold that an operation is about to change."""
+        for place, told in enumerate(func._schema.arguments):
+            if told.alias_info is not None and told.alias_info.is_write:
+                for part in _tensors(args[place] if place < len(args) else kwargs.get(told.name)):
+                    memory = part.untyped_storage()
+                    self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+
+    def refuse(self, func: Any, args: Any, crosses: bool) -> None:
+        """As CUDA does, for what takes the CPU."""
+        by_mask = func in CPU_NUMBERS and any(part.dtype == torch.bool for part in _tensors(args[1]))
+        if func in AWAITED or crosses or by_mask:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
 
 class Elsewhere(Tensor):
@@ -75,42 +146,73 @@ class MadeThere(TorchFunctionMode):
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, done by the CPU, if a GPU would do it."""
-    given = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, Tensor)]
+    given = _tensors((args, kwargs))
     there = [part for part in given if isinstance(part, Elsewhere)]
     here = [part for part in given if not isinstance(part, Elsewhere) and part.dim() > 0]
     target = kwargs.get("device")
     goes = bool(there) if target is None else torch.device(target).type == ELSEWHERE.type
     if there and here and func not in BETWEEN and not (func in CPU_NUMBERS and isinstance(args[0], Elsewhere)):
-        raise RuntimeError(
-            f"{func}: expected all tensors to be on the same device, but found some here, some elsewhere"
-        )
+        raise RuntimeError(f"{func}: expected all tensors on the same device, but found some here, some elsewhere")
     if goes and kwargs.get("generator") is not None:
         raise RuntimeError(f"{func}: expected a generator of {ELSEWHERE}, but found one of the CPU")
     if target is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     if func is aten.copy_.default:
         goes = isinstance(args[0], Elsewhere)
+    if Tape.running and (there or goes):
+        crosses = (func in BETWEEN and (len(there) < len(given) or not goes)) or bool(here)
+        Tape.running.refuse(func, args, crosses)
     known = {id(part.inner): part for part in there}
-    args, kwargs = tree_map(lambda part: part.inner if isinstance(part, Elsewhere) else part, (args, kwargs))
+    args, kwargs = _changed((args, kwargs), lambda part: part.inner if isinstance(part, Elsewhere) else part)
+    if Tape.running and goes and func._schema.is_mutable:
+        Tape.running.remember(func, args, kwargs)
     found = func(*args, **kwargs)
     if not goes:
         return found
-
-    def behind_the_wall(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return known[id(part)] if id(part) in known else Elsewhere(part)  # what was changed in place stays itself
-
-    return tree_map(behind_the_wall, found)
+    if Tape.running:
+        Tape.running.calls.append(Call(func, args, kwargs, _tensors(found)))
+    # What was changed in place stays itself.
+    return _changed(found, lambda part: known[id(part)] if id(part) in known else Elsewhere(part))
 
 
 @contextmanager
-def elsewhere() -> Iterator[torch.device]:
-    """The device, as long as it is there."""
+def elsewhere(recording: bool = False) -> Iterator[torch.device]:
+    """The device, as long as it is there; `recording`: as a GPU."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # or a converted module would keep its `inner`
     try:
-        with There(), MadeThere():
+        with ExitStack() as stack:
+            if recording:
+                stack.enter_context(mock.patch.object(engine_device, "RECORDING", {ELSEWHERE.type}))
+                stack.enter_context(mock.patch.multiple(torch.cuda, **STANDS_FOR))
+            stack.enter_context(There())
+            stack.enter_context(MadeThere())
             yield ELSEWHERE
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+STANDS_FOR: dict[str, Any] = {
+    "CUDAGraph": Tape,
+    "graph": Tape.recorded,
+    "Stream": mock.Mock,
+    "current_stream": mock.Mock,
+    "stream": nullcontext,
+}
+
+
+def _changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same arguments with every tensor changed. (torch's own trees take ten times as long.)"""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_changed(part, change) for part in tree])
+    return {name: _changed(part, change) for name, part in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [found for part in tree for found in _tensors(part)] if isinstance(tree, (list, tuple)) else []

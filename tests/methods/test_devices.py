@@ -1,9 +1,15 @@
-"""No method leaves a tensor on the CPU that belongs on the device, or mixes precisions: checked without a GPU."""
+"""What a GPU asks of a method, checked without one.
+
+No tensor lies on the CPU that belongs on the device, or the other way round; precisions do not mix; and a step that is
+recorded once and replayed does what it would do anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +20,21 @@ from elsewhere import ELSEWHERE, elsewhere
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
+from tpl.engine import infer
 from tpl.methods import load_methods
+from tpl.methods.bank import asking
 from tpl.methods.bank.techniques import TECHNIQUES, cmg
 from tpl.stream import Stream
 
-SHORT = OPTIONS | {"epochs": 1, "width": 64, "lr": 0.01}
-CASES = {name: (name, {"encoder": SMALL_VIT}) for name in load_methods()}
+Case = tuple[str, dict[str, Any]]
+# Six steps, the last of two images: three go before a recording.
+SHORT = OPTIONS | {"epochs": 1, "batch_size": 6, "memory": 12, "width": 64, "lr": 0.01, "anchor_steps": 1}
+CASES: dict[str, Case] = {name: (name, {"encoder": SMALL_VIT, "precision": "bf16"}) for name in load_methods()}
 CASES |= {f"hat, {name}": ("hat", {"encoder": SMALL_VIT, "technique": name}) for name in TECHNIQUES if name != "none"}
 CASES |= {
     "tpl, features": ("tpl", {"encoder": SMALL_VIT, "memory_kind": "features"}),
     "tpl, supsup": ("tpl", {"encoder": SMALL_VIT, "protect": "supsup"}),
-    "tpl, per class": ("tpl", {"encoder": SMALL_VIT, "others": "per_class", "augment": "mirror"}),
+    "tpl, per class": ("tpl", {"encoder": SMALL_VIT, "others": "per_class", "augment": "mirror", "schedule": "cosine"}),
     "tpl-plus, auto, no memory": ("tpl-plus", {"encoder": SMALL_VIT, "passes": "auto", "memory_kind": "none"}),
     "ranpac, first": ("ranpac", {"encoder": SMALL_VIT, "adapt": "first"}),
     "resnet18": ("tpl", {"encoder": "resnet18:4", "augment": "crop"}),
@@ -33,8 +43,10 @@ CASES |= {
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CMG's generator, as short as it can be and still be trained."""
+    """As little as can be: of CMG's generator, and of the rows that fill a GPU's passes up."""
     monkeypatch.setattr(cmg, "GENERATOR_STEPS", 5)
+    for module, name in ((infer, "BLOCK"), (asking, "BLOCK"), (asking, "ROWS")):
+        monkeypatch.setattr(module, name, 32)
 
 
 @pytest.fixture
@@ -43,28 +55,38 @@ def there() -> Iterator[torch.device]:
         yield device
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_learns_answers_and_moves_house(case: tuple[str, dict[str, str]], small_stream: Stream, tmp_path: Path) -> None:
-    """Two tasks in half precision, evaluated as in a run; the saved model answers the same there, and here, too."""
+def new_learner(case: Case) -> Learner:
     name, options = case
     known = load_methods()[name].config_class.__dataclass_fields__
+    chosen = {k: v for k, v in SHORT.items() if k in known} | options
+    return Learner(name, device=ELSEWHERE.type, **chosen)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_learns_recorded_as_plain_and_moves_house(
+    case: Case, small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks, evaluated as in a run; by plain steps it is the same to the bit, and so is the saved model there."""
     stream = Stream(small_stream[:2])
     images = stream[0].test
     assert images is not None
-    with elsewhere() as device:
-        learner = Learner(
-            name, device=device.type, precision="bf16", **{k: v for k, v in SHORT.items() if k in known} | options
-        )
+    with elsewhere(recording=True):
+        learner, plain = new_learner(case), new_learner(case)
         evaluator = Evaluator(stream, learner.method)
-        for stage, task in enumerate(stream.once()):
-            learner.learn(stream.union(stage) if learner.method.cumulative else task)
+        for stage in range(2):
+            task = stream.union(stage) if learner.method.cumulative else stream[stage]
+            learner.learn(task)
             assert evaluator.stage(stage).drift in (None, 0.0)
+            with monkeypatch.context() as patch:  # (the package's `train` is the function: the module by its name)
+                patch.setattr(sys.modules["tpl.engine.train"], "RecordedStep", lambda step: step)
+                plain.learn(task)
         answers = learner.log_probabilities(images)
+        assert torch.equal(answers, plain.log_probabilities(images))
         learner.save(tmp_path)
-        again = Learner.load(tmp_path, device=device.type, precision="bf16").log_probabilities(images)
-    assert answers.device.type == "cpu" and torch.equal(again, answers)
-    at_home = Learner.load(tmp_path, device="cpu", precision="bf16").log_probabilities(images)
-    assert at_home.shape == answers.shape
+        again = Learner.load(tmp_path, device=ELSEWHERE.type, precision=case[1].get("precision", "fp32"))
+        assert torch.equal(answers, again.log_probabilities(images))
+    at_home = Learner.load(tmp_path, device="cpu").log_probabilities(images)
+    assert answers.device.type == "cpu" and at_home.shape == answers.shape
     torch.testing.assert_close(at_home.exp().sum(dim=1), torch.ones(len(images), dtype=torch.float64))
 
 
@@ -89,3 +111,32 @@ def test_what_a_gpu_does_is_done(there: torch.device) -> None:
     layer = nn.Linear(3, 1).to(there)
     layer(far).sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[7, 1, 2]]
+
+
+def test_a_tape_does_the_same_with_other_numbers() -> None:
+    with elsewhere(recording=True) as device:
+        given, total = torch.ones(3, device=device), torch.zeros(3, device=device)
+        tape = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(tape):
+            doubled = given * 2
+            total += doubled
+        assert total.tolist() == [0, 0, 0]  # noted, not done
+        for value in (1, 5):
+            given.fill_(value)
+            tape.replay()
+        assert doubled.tolist() == [10, 10, 10] and total.tolist() == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda far: far.sum().item(), lambda far: far.cpu(), lambda far: far[far > 1], lambda far: far.nonzero(),
+        lambda far: far + torch.ones(3).to(far.device), lambda far: far.tolist(), lambda far: far.long().bincount(),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused(step: Callable[[torch.Tensor], object]) -> None:
+    with elsewhere(recording=True) as device:
+        far = torch.arange(3.0, device=device)
+        step(far)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="not permitted"):
+            step(far)

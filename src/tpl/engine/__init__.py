@@ -1,7 +1,7 @@
 """The training loop, inference, the gated optimiser, devices and progress events."""
 
 from tpl.engine.batches import IGNORED, Batches, Feed, Samples
-from tpl.engine.device import Compute, choose_compute
+from tpl.engine.device import Compute, choose_compute, records
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import Inference
@@ -28,6 +28,7 @@ __all__ = [
     "choose_compute",
     "current",
     "joined",
+    "records",
     "silent",
     "train",
 ]

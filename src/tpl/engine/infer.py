@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tpl.engine.device import Compute
+from tpl.engine.device import Compute, records
 
 BLOCK = 256
 QUAD = 4  # on a CPU, products over a number of images that is no multiple of four take other paths
@@ -27,7 +27,7 @@ class Recording:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The function's value, on the compute device."""
-        if self.compute.device.type != "cuda":
+        if not records(self.compute.device):
             return self.function(*inputs)
         if self.graph is None or [t.shape for t in self.static] != [t.shape for t in inputs]:
             self._record(inputs)
@@ -67,12 +67,12 @@ class Inference:
 
     def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
         """The function's values for uint8 `pixels`, on the compute device."""
-        on_gpu = self.compute.device.type == "cuda"
+        size = BLOCK if records(self.compute.device) else QUAD
         parts = []
         with torch.no_grad():
             for part in pixels.split(BLOCK):
                 count = len(part)
-                if missing := -max(count, 1) % (BLOCK if on_gpu else QUAD) + (count == 0):
+                if missing := -max(count, 1) % size + (count == 0):
                     part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
                 block = part.to(self.compute.device, non_blocking=True)
                 parts.append(self._ask(block, *weights)[:count])

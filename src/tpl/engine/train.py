@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.engine.batches import Batches, Feed, Samples
+from tpl.engine.device import records
 from tpl.engine.distributed import SharedStep, check_agreement, current
 from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
@@ -98,14 +99,13 @@ def train(
     run, they share every batch (see `distributed`).
     """
     started, epochs, processes = time.perf_counter(), recipe.epochs, current()
-    on_gpu = networks[0].new.labels.device.type == "cuda"
-    recorded = on_gpu and processes.records
-    feed = Feed(networks, full=on_gpu)
+    alike = records(networks[0].new.labels.device)
+    feed = Feed(networks, full=alike)
     plain: Step = Step(objective, optimiser, feed, normalise)
     if not processes.alone:
         check_agreement(processes, networks)
         plain = SharedStep(processes, objective, optimiser, feed, normalise)
-    step = RecordedStep(plain) if recorded else plain
+    step = RecordedStep(plain) if alike and processes.records else plain
     cycle = cycle_length(feed.steps, epochs)
     progress = (torch.arange(cycle, device=feed.device, dtype=torch.float32) / cycle).unbind()
     for epoch in range(epochs):

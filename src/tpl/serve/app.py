@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 
 from tpl._version import __version__
+from tpl.engine import records
 from tpl.errors import TplError
 from tpl.serve import schema
 from tpl.serve.batching import Batcher
@@ -97,7 +98,7 @@ class Server:
         await (self.batcher.call(self.holder.refresh) if self._on_gpu() else asyncio.to_thread(self.holder.refresh))
 
     def _on_gpu(self) -> bool:
-        return self.holder.current.learner.method.compute.device.type == "cuda"
+        return records(self.holder.current.learner.method.compute.device)
 
     async def _watch(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpl.engine import Compute, Inference
+from tpl.engine import Compute, Inference, records
 from tpl.engine.infer import BLOCK, Recording
 from tpl.methods.bank.models import TaskModels
 from tpl.nets import Encoder, ViTEncoder, unstacked
@@ -172,7 +172,7 @@ class InRows(Shared):
         """One replay; rows that are missing are those of the first image."""
         device, bank = tokens.device, self.bank
         count = sum(len(piece.rows) for piece in pieces)
-        size = ROWS if device.type == "cuda" else count
+        size = ROWS if records(device) else count
         rows = torch.zeros(2, size, dtype=torch.long)  # image and task
         rows[0, :count] = torch.cat([piece.rows for piece in pieces])
         rows[1, :count] = torch.cat([torch.full_like(piece.rows, piece.task) for piece in pieces])
