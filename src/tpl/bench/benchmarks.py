@@ -79,7 +79,12 @@ BENCHMARKS: dict[str, Benchmark] = {
             2,
             {"latent": 32, "lr": 0.05, "epochs": 4, "memory": 200, "batch_size": 16},
             # Chosen with --validation 0.2: without masks, larger steps collapse the features of all images into one.
-            {"finetune": {"lr": 0.005, "momentum": 0.5, "epochs": 3}, "joint": {"lr": 0.03, "epochs": 3}},
+            {
+                "finetune": {"lr": 0.005, "momentum": 0.5, "epochs": 3},
+                "agem": {"lr": 0.005, "momentum": 0.5},
+                "owm": {"lr": 0.005, "momentum": 0.5},
+                "joint": {"lr": 0.03, "epochs": 3},
+            },
         ),
         Benchmark(
             "folder",
