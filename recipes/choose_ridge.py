@@ -143,6 +143,10 @@ def main() -> None:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
+    if given.what == "features" and given.data is None:
+        parser.error("features needs --data, the folder of CIFAR-100")
+    if given.what != "features" and not given.file.is_file():
+        parser.error(f"there is no {given.file}: make it with `features`, or name another with --file")
     if given.what == "features":
         features(given.file, given.data, given.encoder, given.weights, given.device)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +39,15 @@ __all__ = [
 ]
 
 
+def known_to(method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a method has."""
+    fields = load_methods()[method].config_class.__dataclass_fields__
+    return {name: value for name, value in options.items() if name in fields}
+
+
 def new_learner(case: Case, seed: int = 0) -> Learner:
     method, options = case
-    known = load_methods()[method].config_class.__dataclass_fields__
-    chosen = {"encoder": SMALL_VIT} | {k: v for k, v in OPTIONS.items() if k in known} | options
+    chosen = {"encoder": SMALL_VIT} | known_to(method, OPTIONS) | options
     return Learner(method, device="cpu", seed=seed, **chosen)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from common_checks import OPTIONS
+from common_checks import OPTIONS, known_to
 from elsewhere import ELSEWHERE, elsewhere
 from small_encoder import SMALL_VIT
 from tpl import Learner
@@ -57,9 +57,7 @@ def there() -> Iterator[torch.device]:
 
 def new_learner(case: Case) -> Learner:
     name, options = case
-    known = load_methods()[name].config_class.__dataclass_fields__
-    chosen = {k: v for k, v in SHORT.items() if k in known} | options
-    return Learner(name, device=ELSEWHERE.type, **chosen)
+    return Learner(name, device=ELSEWHERE.type, **known_to(name, SHORT) | options)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from common_checks import known_to
 from tpl import Learner
 from tpl.methods import load_methods
 from tpl.stream import Stream
@@ -27,8 +28,7 @@ def test_recorded_steps_are_plain_steps(
     method: str, encoder: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two plain runs differ as well
-    known = load_methods()[method].config_class.__dataclass_fields__
-    options = {name: value for name, value in OPTIONS.items() if name in known}
+    options = known_to(method, OPTIONS)
     answers = []
     for recorded in (True, False):
         if not recorded:  # (the package's `train` is the function, so the module is asked for by name)

@@ -14,7 +14,7 @@ from tpl.errors import TplError
 PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
 SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
-RECORDING = {"cuda"}  # kinds of devices that can
+RECORDING = {"cuda"}  # kinds of devices on which steps and answers can be recorded
 
 
 @dataclass(frozen=True)
