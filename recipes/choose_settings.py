@@ -1,7 +1,9 @@
-"""Which settings suit training from scratch? Measured on held-out training images; the test images are never looked at.
+"""Which settings suit a method? Measured on held-out training images; the test images are never looked at.
 
-python recipes/choose_scratch.py --data cifar100/ "" lr=0.1 lr=0.1,sparsity=1.5 method=hat      # a GPU's work
-python recipes/choose_scratch.py --data cifar100/ --encoder resnet18:8 --per-class 100 --epochs 10 "" lr=0.02
+python recipes/choose_settings.py --data cifar100/ "" lr=0.1 lr=0.1,sparsity=1.5 method=hat     # a GPU's work
+python recipes/choose_settings.py --data cifar100/ --encoder resnet18:8 --per-class 100 --epochs 10 "" lr=0.02
+python recipes/choose_settings.py --data cifar100/ --encoder vit_tiny_patch16_224 --weights FILE --epochs 3 \
+    method=der,lr=0.01 method=der,lr=0.003                                                      # a GPU's work
 
 Every alternative is a list of options that differ from the benchmark's own for this encoder ("" for none), with
 `method` and `encoder` among them. Each prints one JSON line as soon as it is done: the options, Last, AIA, TIL and task
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--benchmark", default="c100-10t")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--encoder", default="resnet18")
+    parser.add_argument("--weights", type=Path, help="of a pre-trained encoder")
     parser.add_argument("--tasks", type=int, default=3, help="learn the first few tasks")
     parser.add_argument("--per-class", type=int, help="train on this many images of a class")
     parser.add_argument("--validation", type=float, default=0.1, help="the share that is held out and measured on")
@@ -47,8 +50,9 @@ def main() -> None:
             given = common | changes(alternative)
             method, encoder = str(given.pop("method", "tpl")), str(given.pop("encoder", options.encoder))
             spec = RunSpec(
-                options.benchmark, method, encoder, data=options.data, seed=options.seed, tasks=options.tasks,
-                validation=options.validation, device=options.device, compile=options.compile, options=given,
+                options.benchmark, method, encoder, options.weights, options.data, seed=options.seed,
+                tasks=options.tasks, validation=options.validation, device=options.device,
+                compile=options.compile, options=given,
             )  # fmt: skip
             found = measure(spec, options.per_class)
         except TplError as error:
