@@ -1,6 +1,6 @@
-"""The tables of results/README.md on CIFAR-100, made from the runs in results/c100.
+"""The tables on CIFAR-100 in results/README.md and the documentation, made from the runs in results/c100.
 
-python recipes/cifar100_tables.py            # write them into results/README.md, between their marks
+python recipes/cifar100_tables.py            # write them into the pages, beneath their marks
 python recipes/cifar100_tables.py --check    # do they agree? Exits with 1 if not
 
 A mark is a comment `<!-- table: NAME -->`; the table beneath it, up to the next empty line, is the recipe's.
@@ -13,15 +13,25 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpl.bench.paper import find_rows
 from tpl.bench.results import RunResult
+from tpl.report.find import find_runs
+from tpl.report.ranking import Ranking, ranking_of
+from tpl.report.scenes import scenes_of
 
-ROOT = Path(__file__).parents[1] / "results"
-RUNS = ROOT / "c100"
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "results/c100"
+BASELINES = RUNS / "baselines-vit-tiny-natural"
+PAGES = {
+    "results/README.md": ("tpl", "joint", "family", "beyond", "study", "baselines", "scores"),
+    "README.md": ("summary",),
+    "docs/beyond.md": ("answers", "kinds", "inference"),
+    "docs/which-method.md": ("family", "answers", "memory"),
+}
 ORDERS = "natural", "random-1", "random-2"
 SETTINGS = {
     "c100-10t-vit-tiny": "C100-10T, ViT-tiny",
@@ -133,12 +143,157 @@ def beyond_table() -> list[str]:
     return table(" | | Last | AIA | TIL | task prediction | tasks asked", rows(), 2)
 
 
-def scores_table() -> list[str]:
-    """Every variant of TPL's score on the same trained models, natural order."""
+def answers_table() -> list[str]:
+    """Last of both halves of `tpl-plus`, of their product, and of the product where few tasks are asked."""
+
+    def rows() -> Iterator[list[str]]:
+        for setting, title in SETTINGS.items():
+            found = [variants(RUNS / f"{setting}-tpl-plus-{order}") for order in ORDERS]
+            expert, auto = ([100 * each[name]["last"] for each in found] for name in ("expert alone", AUTO))
+            tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
+            asked = f"{mean([each[AUTO]['passes'] for each in found], 1)} of {setting[5:7]}"
+            yield [title, tpl, ranpac, mean(expert), f"**{plus}**", mean(auto), asked]
+
+    return table(" | `tpl` | `ranpac` | expert | `tpl-plus` | `passes=auto` | task models asked", rows(), 1)
+
+
+def summary_table() -> list[str]:
+    """The same, shorter, beside the paper's TPL."""
+
+    def rows() -> Iterator[list[str]]:
+        for setting in SETTINGS:
+            tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
+            (paper,) = find_rows([f"encoders/{setting[9:]}/{setting[:8]}"])
+            asked = [variants(RUNS / f"{setting}-tpl-plus-{order}")[AUTO]["passes"] for order in ORDERS]
+            title = f"{setting[5:7]} tasks, {SETTINGS[setting].split(', ')[1]}"
+            yield [title, f"{paper.last:.2f}", tpl, ranpac, f"**{plus}**", f"{mean(asked, 1)} of {setting[5:7]}"]
+
+    head = " | the paper's TPL | `tpl` | `ranpac` | **`tpl-plus`** | task models asked, of all"
+    return table(head, rows(), 1)
+
+
+def joint_table() -> list[str]:
+    """TPL's rectified forgetting: how far it stays behind joint training of the same adapters, natural order.
+
+    Joint training on all classes does not know of tasks: its last stage bounds 20 tasks as it does 10.
+    """
+
+    def rows() -> Iterator[list[str]]:
+        for setting, title in SETTINGS.items():
+            joint = RunResult.read(RUNS / f"{setting.replace('20t', '10t')}-joint-natural")
+            ours = RunResult.read(RUNS / f"{setting}-tpl-natural")
+            epochs, last = str(joint.description["options"]["epochs"]), joint.summary["last"]
+            if ours.description["benchmark"] == joint.description["benchmark"]:
+                lost = ours.against(joint)
+                cells = last, joint.summary["aia"], lost["forgetting_last"], lost["forgetting_aia"]
+            else:
+                cells = last, None, last - ours.summary["last"], None
+            yield [title, epochs, *(f"{100 * x:.2f}" if x is not None else "–" for x in cells)]
+
+    return table(" | joint: epochs | Last | AIA | TPL's rectified forgetting, Last | AIA", rows(), 1)
+
+
+def kinds_table() -> list[str]:
+    """What `tpl` and `tpl-plus` lose without stored images."""
+    setting = "c100-10t-vit-tiny"
+
+    def rows() -> Iterator[list[str]]:
+        for method in ("tpl", "tpl-plus"):
+            for kind in ("images", "features", "none"):
+                runs = runs_of(setting, method if kind == "images" else f"{method}-{kind}")
+                kept = f"{statistics.mean(run.summary['memory_bytes'] for run in runs) / 1000:,.0f}".replace(",", " ")
+                cells = mean(percent(runs, "aia")), mean(percent(runs, "til")), mean(percent(runs, "tp")), kept
+                yield [f"`{method}`, {kind}", spread(percent(runs, "last")), *cells]
+
+    return table(" | Last | AIA | TIL | task prediction | kB kept of old images", rows(), 1)
+
+
+def inference_table() -> list[str]:
+    """Images a second against the number of tasks."""
+    found = json.loads((ROOT / "benchmarks/inference-vit-tiny-h200.json").read_text())["rows"]
+
+    def rate(value: float) -> str:
+        return f"{value:,.0f}".replace(",", " ") if value >= 10 else f"{value:.1f}"
+
+    def rows() -> Iterator[list[str]]:
+        for row in sorted(found, key=lambda row: (row["batch"], row["tasks"])):
+            speed = row["images_per_second"]
+            gain = f"{row['batched_over_naive']:.1f}"
+            numbers = rate(speed["naive"]), rate(speed["batched"]), gain, rate(speed["some"])
+            yield [str(row["batch"]), str(row["tasks"]), *numbers]
+
+    return table("batch | T | naive | all tasks, shared passes | times faster | three tasks", rows(), 0)
+
+
+def study_table() -> list[str]:
+    """Every detector, the best first, beside the paper's."""
+    found = json.loads((RUNS / "study-vit-tiny-natural/study.json").read_text())["rows"]
+
+    def rows() -> Iterator[list[str]]:
+        for row in sorted(found, key=lambda row: -row["last"]):
+            ours = [f"{row[key]:.1f}" for key in ("auroc", "last", "last_calibrated", "til")]
+            paper = [f"{row['paper'][key]:.1f}" for key in ("auroc", "last", "til")]
+            yield [row["detector"], row["kind"], *ours, *paper]
+
+    head = "detector | | AUROC | Last | Last, calibrated | TIL | paper: AUROC | Last | TIL"
+    return table(head, rows(), 2)
+
+
+def baselines_ranking() -> Ranking:
+    """Our order of the baselines, the family among them, against the paper's."""
+    (scene,) = scenes_of(find_runs([BASELINES]).runs)
+    found = ranking_of(scene)
+    assert found is not None
+    return found
+
+
+def baselines_table() -> list[str]:
+    """Every method after the same number of epochs."""
+    places = {place.method: place for place in baselines_ranking().places}
+    runs = {place.name: RunResult.read(place) for place in sorted(BASELINES.iterdir())}
+
+    def rows() -> Iterator[list[str]]:
+        for method, run in sorted(runs.items(), key=lambda entry: -entry[1].summary["last"]):
+            found, lost = run.summary, run.against(runs["joint"])
+            cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til")]
+            behind = [
+                f"{100 * lost[key]:.1f}" if method != "joint" else "–" for key in ("forgetting_last", "forgetting_aia")
+            ]
+            cost = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
+            place = places.get(method)
+            printed = (
+                [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
+            )
+            rate = str(run.description["options"].get("lr", "–"))
+            yield [method, *cells, *behind, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]
+
+    head = (
+        "method | Last | AIA | TIL | forgetting, Last | AIA | network, MB | memory, MB | s a task | rate | "
+        "paper's Last | place, ours / paper's"
+    )
+    return table(head, rows(), 1)
+
+
+def ablations() -> list[dict[str, dict[str, Any]]]:
+    """What `tpl ablate` measured on TPL in every setting, natural order."""
     found = []
     for setting in SETTINGS:
         kept = RUNS / f"{setting}-tpl-ablated-natural"
         found.append(variants(kept if kept.is_dir() else RUNS / f"{setting}-tpl-natural"))
+    return found
+
+
+def memory_table() -> list[str]:
+    """TPL's memory, cut down after training."""
+    found = ablations()
+    names = {"as trained": "2000", "memory = 50 %": "half", "memory = 25 %": "a quarter", "memory = 10 %": "a tenth"}
+    cells = [[kept, *(f"{100 * each[name]['last']:.2f}" for each in found)] for name, kept in names.items()]
+    return table("images kept | " + " | ".join(SETTINGS.values()), iter(cells), 0)
+
+
+def scores_table() -> list[str]:
+    """Every variant of TPL's score on the same trained models, natural order."""
+    found = ablations()
 
     def rows() -> Iterator[list[str]]:
         for name in found[0]:
@@ -149,20 +304,17 @@ def scores_table() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "tpl": tpl_table,
-    "family": family_table,
-    "beyond": beyond_table,
-    "scores": scores_table,
+    name.removesuffix("_table"): make for name, make in list(globals().items()) if name.endswith("_table")
 }
 
 
-def filled(text: str) -> str:
-    """The page with every table as the runs have it."""
-    for name, make in TABLES.items():
+def filled(text: str, names: Sequence[str]) -> str:
+    """A page with every one of these tables as the runs have it."""
+    for name in names:
         pattern = re.compile(rf"(<!-- table: {name} -->\n)(?:\|.*\n)*")
         if not pattern.search(text):
-            raise SystemExit(f"results/README.md has no mark <!-- table: {name} -->.")
-        lines = "".join(line.rstrip() + "\n" for line in make())
+            raise SystemExit(f"The page has no mark <!-- table: {name} -->.")
+        lines = "".join(line.rstrip() + "\n" for line in TABLES[name]())
         text = pattern.sub(lambda match, lines=lines: match[1] + lines, text)
     return text
 
@@ -170,13 +322,20 @@ def filled(text: str) -> str:
 def main() -> None:
     """Write the tables, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page says otherwise")
-    page = ROOT / "README.md"
-    before = page.read_text(encoding="utf-8")
-    after = filled(before)
-    if parser.parse_args().check:
-        sys.exit(f"{page.name} does not show what the runs say: run this without --check." if after != before else 0)
-    page.write_text(after, encoding="utf-8")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page says otherwise")
+    only_check = parser.parse_args().check
+    wrong = []
+    for name, tables in PAGES.items():
+        page = ROOT / name
+        before = page.read_text(encoding="utf-8")
+        after = filled(before, tables)
+        if after != before and only_check:
+            wrong.append(name)
+        elif after != before:
+            page.write_text(after, encoding="utf-8")
+    print(baselines_ranking().words)
+    if wrong:
+        sys.exit(f"{', '.join(wrong)}: not what the runs say. Run this without --check.")
 
 
 if __name__ == "__main__":

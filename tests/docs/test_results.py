@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from tpl.bench.suite import check_suite, read_suite
 from tpl.methods.plus import PlusConfig
 
 ROOT = Path(__file__).parents[2]
@@ -22,17 +23,31 @@ def recipe() -> ModuleType:
     return module
 
 
-def test_the_page_shows_what_the_runs_say(recipe: ModuleType) -> None:
+def test_the_pages_show_what_the_runs_say(recipe: ModuleType) -> None:
+    assert {name for names in recipe.PAGES.values() for name in names} == set(recipe.TABLES)
+    for name, tables in recipe.PAGES.items():
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert recipe.filled(page, tables) == page, f"{name}: run recipes/cifar100_tables.py"
+
+
+def test_a_figure_that_the_runs_do_not_have_is_mended(recipe: ModuleType) -> None:
     page = (ROOT / "results/README.md").read_text(encoding="utf-8")
-    assert recipe.filled(page) == page
     (figure,) = {line.split("|")[3] for line in recipe.beyond_table() if line.startswith("| C100-10T, ViT-tiny")}
     altered = page.replace(figure, " 99.99 ")
-    assert altered != page and recipe.filled(altered) == page
+    assert altered != page and recipe.filled(altered, ["beyond"]) != altered
+
+
+def test_the_order_of_the_baselines_is_the_one_the_page_tells(recipe: ModuleType) -> None:
+    page = (ROOT / "results/README.md").read_text(encoding="utf-8")
+    ranking = recipe.baselines_ranking()
+    assert (
+        f"(Spearman, {len(ranking.places)} methods that are in both, bounds left out) is {ranking.spearman:.2f}" in page
+    )
 
 
 def test_a_page_without_a_mark_is_refused(recipe: ModuleType) -> None:
     with pytest.raises(SystemExit, match="no mark <!-- table: tpl -->"):
-        recipe.filled("# Results\n")
+        recipe.filled("# Results\n", ["tpl"])
 
 
 def test_auto_is_shown_as_it_is_by_default(recipe: ModuleType) -> None:
@@ -50,3 +65,14 @@ def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
         trained = [run for method, found in runs.items() if method != "ranpac" for run in found]
         for name in ("epochs", "lr", "schedule", "augment", "others", "latent", "memory"):
             assert len({run.description["options"].get(name) for run in trained} - {None}) == 1, (setting, name)
+
+
+def test_the_suite_of_baselines_is_what_was_run(recipe: ModuleType) -> None:
+    suite = check_suite(read_suite(ROOT / "recipes/suite-baselines.toml"))
+    assert sorted(suite.methods) == sorted(place.name for place in recipe.BASELINES.iterdir())
+    for spec in suite.specs():
+        ran = recipe.RunResult.read(recipe.BASELINES / spec.method).description
+        known = {name: value for name, value in spec.all_options().items() if name in ran["options"]}
+        assert known == {name: ran["options"][name] for name in known}, spec.method
+        assert (ran["benchmark"], ran["encoder"]["name"], ran["order"]) == (spec.benchmark, spec.encoder, spec.order)
+        assert ran["validation"] is None

@@ -501,6 +501,31 @@ def test_to_odin_and_back_nothing_has_changed(hat: HAT, seen: dict[bool, Seen]) 
     assert torch.equal(hat.log_probabilities_of(seen[False].together), answers)
 
 
+# Outliers
+
+
+@pytest.mark.parametrize(("technique", "first"), [("oe", "misplaced"), ("oe", "none"), ("mixoe", "misplaced")])
+def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
+    stream: Stream, technique: str, first: str
+) -> None:
+    method = new("hat", technique=technique, memory=6, first_outliers=first)
+    samples = [method.samples(task, silent) for task in stream[:2]]
+    replay = method.lesson(stream[0], samples[0], silent).replay
+    if (technique, first) != ("oe", "misplaced"):  # a box of a task's own image, as mixoe would paste, is no outlier
+        assert replay is None
+    else:
+        assert replay is not None and len(replay) == 6  # no more than will be stored
+        assert replay.labels.unique().tolist() == [len(stream[0].classes)]
+        inks = {int(image.sum()) for image in samples[0].pixels}
+        assert {int(image.sum()) for image in replay.pixels} <= inks  # the task's own, and yet none of them
+        assert not any(torch.equal(a, b) for a in replay.pixels for b in samples[0].pixels)
+    method.learn(stream[0])
+    stored = method.lesson(stream[1], samples[1], silent).replay
+    assert stored is not None and torch.equal(
+        stored.pixels, method.memory.pixels(method.preprocess, method.compute.device)
+    )
+
+
 # What cannot be
 
 

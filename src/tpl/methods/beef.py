@@ -37,7 +37,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import IGNORED, Listener, Recipe, Samples
 from tpl.methods.base import register, task_of_class
-from tpl.methods.parts.balanced import balanced
+from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
 from tpl.methods.parts.network import CrossEntropy
 from tpl.methods.parts.rehearsal import RehearsalConfig
@@ -94,7 +94,7 @@ class BEEF(ExpansionMethod):
         config, network = self.config, self.network
         more = torch.zeros_like(backward.bias, requires_grad=True)  # than 1: weight decay, if any, leads back to 1
         shift = torch.zeros_like(backward.bias, requires_grad=True)
-        if old is not None:
+        if old is not None and config.fusion_epochs:
             generator = self.generator("fusion")
             chosen = balanced(new, old, generator)
             with torch.no_grad():
@@ -102,16 +102,14 @@ class BEEF(ExpansionMethod):
                 past, newest = z[:, : -network.dim], z[:, -network.dim :]
                 said = F.linear(past, network.head_weight[:, : -network.dim], network.head_bias)
                 prior, own = backward(newest), forward(newest)
-            recipe = config.part(Recipe).replace(lr=config.fusion_lr, schedule="cosine")
-            optimiser = recipe.optimiser([more, shift])
-            for epoch in range(config.fusion_epochs):
-                optimiser.scale_rate(recipe.rate_at(epoch / config.fusion_epochs))
-                for rows in torch.randperm(len(chosen), generator=generator).to(z.device).split(config.batch_size):
-                    added = ((1 + more) * prior[rows] + shift)[:, owner]
-                    logits = torch.cat([said[rows] + added, own[rows]], dim=1)
-                    optimiser.zero_grad(set_to_none=True)
-                    F.cross_entropy(logits, chosen.labels[rows]).backward()
-                    optimiser.step()
+
+            def loss(rows: Tensor) -> Tensor:
+                added = ((1 + more) * prior[rows] + shift)[:, owner]
+                logits = torch.cat([said[rows] + added, own[rows]], dim=1)
+                return F.cross_entropy(logits, chosen.labels[rows])
+
+            recipe = config.part(Recipe).replace(lr=config.fusion_lr, schedule="cosine", epochs=config.fusion_epochs)
+            fit_rows(recipe, [more, shift], chosen.labels, loss, generator)
         return 1 + more.detach(), shift.detach()
 
 

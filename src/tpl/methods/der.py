@@ -6,16 +6,21 @@ its features alone, which tells the new classes from each other and, as one more
 
     loss = CE(H([phi_1 .. phi_t]), y) + CE(A(phi_t), y'),   y' = 0 for every old class, 1, 2, ... for the new ones
 
-so that phi_t learns what the others do not know yet. New images outnumber remembered ones, and the classifier's new
-rows grow longer than its old ones. After training they are scaled back (weight alignment):
+so that phi_t learns what the others do not know yet. New images outnumber remembered ones, and the classifier leans to
+the new classes. Three readings of what is done about that after a task:
 
-    W_new <- W_new * mean ||w_old|| / mean ||w_new||
+    classifier=retrained   H begins anew and is trained on a class-balanced set (the paper)
+    classifier=aligned     W_new <- W_new * mean ||w_old|| / mean ||w_new||   (the widely used re-implementation)
+    classifier=trained     nothing
 
-What differs from public codes: the official one trains the classifier anew on a balanced set instead of aligning it;
-alignment is what the widely used re-implementation does, and needs no further training. Learned masks that prune the
-extractors are in the paper, but were never released, and are not here. With adapters an extractor is two adapters a
-block and the layer norms, a tenth of the trunk's size; the trunk is shared and frozen. Public code joins new and
-remembered images in one shuffled set; here, as for all methods, a step has equally many of both.
+Alignment counts on new rows being the longer ones. With every task old rows grow by new columns, and where training is
+short they are soon longer than new ones: alignment then leans H to the new classes even more (docs/baselines.md).
+
+Adapted to adapters: an extractor is two adapters a block and the layer norms, a tenth of the trunk's size; the trunk is
+shared and frozen. H is retrained on features that are divided by their mean length, so that a rate suits any encoder;
+the published temperature of 5, which makes a step 25 times as short, is part of that rate. What differs from public
+codes: learned masks that prune the extractors are in the paper, but were never released, and are not here. Public code
+joins new and remembered images in one shuffled set; here, as for all methods, a step has equally many of both.
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Listener, Samples
+from tpl.engine import Listener, Recipe, Samples
 from tpl.methods.base import register
+from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
 from tpl.methods.parts.network import CrossEntropy
 from tpl.methods.parts.rehearsal import RehearsalConfig
@@ -40,7 +46,14 @@ class DERConfig(RehearsalConfig):
     """DER's options beyond those of training and memory."""
 
     auxiliary: float = option(1.0, "weight of the auxiliary loss", minimum=0)
-    align: bool = option(True, "whether the classifier's new rows are scaled to the length of its old ones")
+    classifier: str = option(
+        "retrained",
+        "what becomes of it after a task; retrained: on a balanced set (paper); aligned: new rows are scaled to the "
+        "length of old ones (public code); trained: nothing",
+        ("retrained", "aligned", "trained"),
+    )
+    retrained_epochs: int = option(30, "passes over the balanced set that retrain the classifier", minimum=1)
+    retrained_lr: float = option(1.0, "their learning rate, for features of length 1", above=0)
 
 
 @register
@@ -48,7 +61,9 @@ class DER(ExpansionMethod):
     """One frozen extractor a task, and one classifier over all of them."""
 
     name = "der"
-    summary = "a new feature extractor for every task, one classifier over all, weights aligned, with replay"
+    summary = (
+        "a new feature extractor for every task, one classifier over all, retrained on a balanced set, with replay"
+    )
     paper = "Yan et al., DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
     keeps = "a class-balanced memory, and an extractor a task"
     cost = "new and remembered images through every task's extractor; as many passes an answer"
@@ -57,21 +72,46 @@ class DER(ExpansionMethod):
     config: DERConfig
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Expand, train the new extractor and the classifier, align, remember."""
-        known, network = len(self.classes_), self.network
+        """Expand, train the new extractor and the classifier, balance that, remember."""
+        known, network, old = len(self.classes_), self.network, self.old_samples()
         if known:
             network.expand(self.generator("columns"))
         new = self.grow(task, samples)
         if known:
             objective = AuxiliaryLoss(network, known, self.config.auxiliary, self.generator("auxiliary"))
             trainable = [*network.parameters(), *objective.head]
-            self.fit(new, listen, objective, self.old_samples(), trainable=trainable)
+            self.fit(new, listen, objective, old, trainable=trainable)
+            self.balance(new, old, known)
         else:
             self.fit(new, listen)
-        if known and self.config.align:
+        self.remember(task, samples)
+
+    def balance(self, new: Samples, old: Samples | None, known: int) -> None:
+        """See to it that the classifier does not lean to the new classes."""
+        network, way = self.network, self.config.classifier
+        if way == "aligned":
             with torch.no_grad():
                 network.head_weight.copy_(aligned(network.head_weight, known))
-        self.remember(task, samples)
+        elif way == "retrained" and old is not None:
+            network.load_head(*self.retrained(balanced(new, old, self.generator("balanced set"))))
+
+    def retrained(self, samples: Samples) -> tuple[Tensor, Tensor]:
+        """A classifier that begins anew and is trained on `samples`, all extractors standing still."""
+        config, generator = self.config, self.generator("classifier")
+        z = self.features(samples.pixels)
+        length = z.norm(dim=1).mean()
+        bound = z.shape[1] ** -0.5
+        drawn = torch.empty(len(self.network.head_bias), z.shape[1]).uniform_(-bound, bound, generator=generator)
+        weight = drawn.to(z.device).requires_grad_()
+        bias = torch.zeros_like(self.network.head_bias, requires_grad=True)
+
+        def loss(rows: Tensor) -> Tensor:
+            logits = F.linear(z[rows] / length, weight, bias)
+            return F.cross_entropy(logits, samples.labels[rows])
+
+        recipe = config.part(Recipe).replace(epochs=config.retrained_epochs, lr=config.retrained_lr, schedule="cosine")
+        fit_rows(recipe, [weight, bias], samples.labels, loss, generator)
+        return weight.detach() / length, bias.detach()
 
 
 class AuxiliaryLoss(CrossEntropy):

@@ -25,6 +25,7 @@ from tpl.methods.bank import Outputs, Question, within_tasks
 from tpl.methods.bank.lessons import Lesson
 from tpl.methods.bank.replay import MemoryBank, MemoryConfig
 from tpl.methods.bank.techniques import TECHNIQUES
+from tpl.methods.bank.techniques.shared import misplaced
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
@@ -44,6 +45,12 @@ class HATConfig(MemoryConfig):
     memory: int = option(2000, "images kept where kNN, outliers or calibration need them, else none", minimum=0)
     score: str = option("msp", "the detector whose score chooses the task", tuple(DETECTORS))
     technique: str = option("none", "how a task is trained", tuple(TECHNIQUES))
+    first_outliers: str = option(
+        "misplaced",
+        "what technique=oe shows the first task, when nothing is stored yet; none: nothing; misplaced: its own images, "
+        "with their quarters in other places",
+        ("misplaced", "none"),
+    )
     choice: str = option(
         "hard", "hard: the task with the largest raw score (paper); calibrated: on the memory", ("hard", "calibrated")
     )
@@ -105,8 +112,21 @@ class HAT(MemoryBank):
     def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
         own = len(task.classes)
-        outliers = self.replay_samples(own) if self.bank.technique.outliers else None
+        outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
         return Lesson(self.bank, samples, outliers, own, own, self.config, self.generator("training"), listen)
+
+    def _outliers(self, samples: Samples, label: int) -> Samples | None:
+        """Stored images; before there are any, some of the task's own put out of joint, if so wanted.
+
+        A first task that was never shown an outlier is surer of everything than later ones, and raw scores choose it.
+        """
+        stored = self.replay_samples(label)
+        if stored is not None or self.config.first_outliers == "none" or not self.bank.technique.makes_do:
+            return stored
+        generator = self.generator("first outliers")
+        some = torch.randperm(len(samples), generator=generator)[: self.config.memory].to(samples.pixels.device)
+        pixels = misplaced(samples.pixels[some], generator).to(self.compute.device)
+        return Samples(pixels, torch.full((len(pixels),), label, device=self.compute.device))
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Fit the detectors while the task's images are here."""

@@ -1,4 +1,4 @@
-"""DER: what its auxiliary classifier is asked, how weights are aligned, and that old extractors keep every bit."""
+"""DER: what its auxiliary classifier is asked, how the main one is balanced, that old extractors keep their bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.engine import IGNORED
+from tpl.engine import IGNORED, Samples
 from tpl.methods.der import DER, AuxiliaryLoss, aligned, auxiliary_labels
 from tpl.stream import Stream
 
@@ -48,9 +48,9 @@ def test_the_loss_is_both_entropies_and_rows_that_fill_up_do_not_count(small_str
     torch.testing.assert_close(objective.losses(images, labels, nothing, nothing)[0], by_hand)
 
 
-@pytest.mark.parametrize("align", [True, False])
-def test_old_extractors_keep_every_bit_and_new_rows_are_as_long_as_old_ones(small_stream: Stream, align: bool) -> None:
-    learner, method = der(align=align, weight_decay=0.01)
+@pytest.mark.parametrize("classifier", ["retrained", "aligned", "trained"])
+def test_old_extractors_keep_every_bit_and_the_classifier_reads_all(small_stream: Stream, classifier: str) -> None:
+    learner, method = der(classifier=classifier, weight_decay=0.01)
     learner.learn(small_stream[0])
     first = method.network.extractors[0].copy().state()
     pixels = method.preprocess.batch(small_stream[0].test)
@@ -62,6 +62,52 @@ def test_old_extractors_keep_every_bit_and_new_rows_are_as_long_as_old_ones(smal
     assert torch.equal(both[:, :dim], seen)
     assert not torch.allclose(both[:, dim:], seen)
     lengths = method.network.head_weight.norm(dim=1)
-    assert torch.isclose(lengths[:2].mean(), lengths[2:].mean()) == align
+    assert torch.isclose(lengths[:2].mean(), lengths[2:].mean()) == (classifier == "aligned")
     answer = F.linear(both, method.network.head_weight, method.network.head_bias).log_softmax(dim=1)
     torch.testing.assert_close(method.log_probabilities(pixels).float(), answer, atol=1e-5, rtol=1e-5)
+
+
+def test_the_classifier_is_retrained_on_what_the_memory_and_the_task_have_alike(
+    small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, method = der()
+    learner.learn(small_stream[0])
+    seen: list[Samples] = []
+    retrained = method.retrained
+    monkeypatch.setattr(method, "retrained", lambda samples: seen.append(samples) or retrained(samples))
+    learner.learn(small_stream[1])
+    (samples,) = seen
+    assert samples.labels.bincount().tolist() == [
+        6,
+        6,
+        6,
+        6,
+    ]  # 12 remembered images of two classes, as many of each new
+
+
+def test_one_step_of_retraining_by_hand(small_stream: Stream) -> None:
+    """W' = W - rate * (softmax(W u) - onehot) u^T / n, u = z / mean length; answers then read z itself."""
+    learner, method = der(retrained_epochs=1, retrained_lr=0.5, batch_size=64, momentum=0.0)
+    learner.learn(small_stream[0])
+    samples = method.old_samples()
+    assert samples is not None
+    z = method.features(samples.pixels)
+    before = torch.empty(2, z.shape[1])
+    before.uniform_(-(z.shape[1] ** -0.5), z.shape[1] ** -0.5, generator=method.generator("classifier"))
+    length = z.norm(dim=1).mean()
+    wrong = (z / length @ before.T).softmax(dim=1) - F.one_hot(samples.labels, 2)
+    after = before - 0.5 * wrong.T @ (z / length) / len(z)
+    weight, bias = method.retrained(samples)
+    torch.testing.assert_close(weight * length, after, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(bias, -0.5 * wrong.mean(dim=0), atol=1e-6, rtol=1e-4)
+
+
+def test_retraining_forgets_what_the_classifier_was(small_stream: Stream) -> None:
+    learner, method = der()
+    learner.learn(small_stream[0])
+    samples = method.old_samples()
+    assert samples is not None
+    once = method.retrained(samples)
+    with torch.no_grad():
+        method.network.head_weight.mul_(-3)
+    assert all(torch.equal(a, b) for a, b in zip(once, method.retrained(samples), strict=True))

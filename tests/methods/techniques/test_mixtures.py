@@ -10,7 +10,7 @@ from tpl.engine import IGNORED
 from tpl.methods.bank.techniques.cutmix import CutMix
 from tpl.methods.bank.techniques.mixoe import MixOE
 from tpl.methods.bank.techniques.mixup import Mixup
-from tpl.methods.bank.techniques.shared import box, partners
+from tpl.methods.bank.techniques.shared import box, misplaced, partners
 
 
 def soft_entropy(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,21 @@ def test_partners_are_one_circle_of_all_rows_that_count() -> None:
 def test_a_row_that_counts_alone_is_its_own_partner() -> None:
     labels = torch.tensor([IGNORED, 1, IGNORED])
     assert partners(labels, torch.tensor([0.1, 0.9, 0.5])).tolist() == [0, 1, 2]
+
+
+def test_quarters_change_places_and_none_stays() -> None:
+    pixels = torch.arange(4 * 5 * 4 * 3, dtype=torch.uint8).reshape(4, 1, 3 * 5, 4)[:, :, :5]
+    ways = set()
+    for seed in range(20):
+        moved = misplaced(pixels, random(seed))
+        assert moved.dtype == torch.uint8 and torch.equal(moved[:, :, 4], pixels[:, :, 4])  # five rows: the last stays
+        for image, before in zip(moved[:, 0], pixels[:, 0], strict=True):
+            now, was = ([part[:2, :2], part[:2, 2:], part[2:4, :2], part[2:4, 2:]] for part in (image, before))
+            places = [next(i for i, old in enumerate(was) if torch.equal(new, old)) for new in now]
+            steps = {(place - i) % 4 for i, place in enumerate(places)}
+            assert len(steps) == 1
+            ways |= steps
+    assert ways == {1, 2, 3}
 
 
 @pytest.mark.parametrize("size", [(6, 6), (5, 9)])

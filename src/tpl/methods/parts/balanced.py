@@ -1,19 +1,22 @@
 """A class-balanced set: a memory, and as many images of every new class as it has of an old one.
 
 A task's new images outnumber what is remembered, and a head trained on both leans to the new classes. A short training
-on such a set (`NetworkMethod.fit` with a shorter recipe) sets it right.
+on such a set sets it right: of the whole network (`NetworkMethod.fit` with a shorter recipe), or, over features that
+stand still, of a few weights alone (`fit_rows`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Samples
+from tpl.engine import Recipe, Samples
 from tpl.methods.parts.rehearsal import RehearsalConfig
 
 
@@ -43,3 +46,20 @@ def balanced(new: Samples, old: Samples, generator: torch.Generator) -> Samples:
     chosen = torch.cat([order[labels[order] == c][:quota] for c in labels.unique().tolist()])
     pixels = new.pixels[chosen.to(new.pixels.device)].to(old.pixels.device)
     return Samples(torch.cat([old.pixels, pixels]), torch.cat([old.labels, new.labels[chosen.to(new.labels.device)]]))
+
+
+def fit_rows(
+    recipe: Recipe,
+    parameters: Sequence[Tensor],
+    labels: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Train a few weights on what is computed already: `loss` is that of a batch of rows, given by their numbers."""
+    optimiser = recipe.optimiser(parameters)
+    for epoch in range(recipe.epochs):
+        optimiser.scale_rate(recipe.rate_at(epoch / recipe.epochs))
+        for rows in torch.randperm(len(labels), generator=generator).to(labels.device).split(recipe.batch_size):
+            optimiser.zero_grad(set_to_none=True)
+            loss(rows).backward()
+            optimiser.step()

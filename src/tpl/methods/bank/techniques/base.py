@@ -24,6 +24,7 @@ class Technique:
     paper: ClassVar[str] = ""
     splits: ClassVar[bool] = True  # False: rows of a batch meet, or have random numbers by their place in it
     outliers: ClassVar[bool] = False  # whether as many images of earlier tasks come after the new ones, from the memory
+    makes_do: ClassVar[bool] = False  # whether the first task's own images, put out of joint, can stand for them
 
     def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
         """For a task of `own` classes, features of size `dim`, and at most `batch` new images a step."""

@@ -20,6 +20,7 @@ class OE(Technique):
     summary = "images of earlier tasks are to get the uniform distribution"
     paper = "Hendrycks et al., Deep Anomaly Detection with Outlier Exposure, ICLR 2019"
     outliers = True
+    makes_do = True
 
     def loss(self, z: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
         """CE on the new images + weight * (logsumexp f - mean f) on the others; the first task has no others."""

@@ -1,4 +1,4 @@
-"""What several techniques share: means over rows, partners within a batch, boxes."""
+"""What several techniques share: means over rows, partners within a batch, boxes, images out of joint."""
 
 from __future__ import annotations
 
@@ -49,3 +49,21 @@ def box(size: tuple[int, int], share: Tensor, draws: Tensor) -> Tensor:
         half, centre = (length * share.sqrt() / 2).floor(), (length * draw).floor()
         inside.append((pixel >= centre - half) & (pixel < centre + half))
     return torch.logical_and(inside[0].unsqueeze(1), inside[1])
+
+
+def misplaced(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Images `[n, c, h, w]` whose quarters have changed places, all by one, two or three places each.
+
+    They have a task's colours and strokes but are none of its things: outliers where there are no others.
+    """
+    half = [(0, length // 2) for length in pixels.shape[2:]]
+    corners = [(top, left) for top in half[0] for left in half[1]]
+    high, wide = half[0][1], half[1][1]
+    quarters = torch.stack([pixels[:, :, top : top + high, left : left + wide] for top, left in corners], dim=1)
+    by = torch.randint(1, 4, (len(pixels), 1), generator=generator)
+    order = ((torch.arange(4) + by) % 4).to(pixels.device)
+    moved = quarters[torch.arange(len(pixels), device=pixels.device).unsqueeze(1), order]
+    image = pixels.clone()  # of an odd number of rows or columns the last one stays
+    for number, (top, left) in enumerate(corners):
+        image[:, :, top : top + high, left : left + wide] = moved[:, number]
+    return image
