@@ -25,7 +25,10 @@ def two_nodes() -> Iterator[Any]:
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # Ray reads it when it is imported
     pytest.importorskip("ray")
     paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent), *filter(None, sys.path)]
+    place = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of sockets are
+    (Path(place) / "ray").mkdir()  # where a cluster's address is noted: Ray does not make the folder by itself
     settings = {
+        "RAY_TMPDIR": place,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_health_check_period_ms": "500",
@@ -33,7 +36,6 @@ def two_nodes() -> Iterator[Any]:
         "PYTHONPATH": os.pathsep.join(paths),  # workers import what tests import
         "PYTHONWARNINGS": "ignore",
     }
-    place = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of sockets are
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
