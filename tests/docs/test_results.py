@@ -67,12 +67,6 @@ def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
             assert len({run.description["options"].get(name) for run in trained} - {None}) == 1, (setting, name)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "recipes").glob("suite-*.toml")), ids=lambda file: file.stem)
-def test_suites_that_are_shipped_have_no_mistake(file: Path) -> None:
-    for spec in check_suite(read_suite(file)).specs():
-        spec.all_options()
-
-
 def test_the_suite_of_baselines_is_what_was_run(recipe: ModuleType) -> None:
     suite = check_suite(read_suite(ROOT / "recipes/suite-baselines.toml"))
     assert sorted(suite.methods) == sorted(place.name for place in recipe.BASELINES.iterdir())
