@@ -18,7 +18,7 @@ def draw_correlation(study: dict[str, Any], file: Path) -> None:
     """Draw a study's rows (see `tpl.bench.study`) to a PNG or SVG file."""
     rows, fit = study["rows"], study["fit"]["last"]
     with picture(file, WIDTH, HEIGHT) as figure:
-        axes = figure.add_axes((0.1, 0.13, 0.86, 0.68))
+        axes = figure.add_axes((0.1, 0.13, 0.86, 0.66))
         for kind, colour, label in (
             ("post-hoc", OWN, "post-hoc detectors"),
             ("trained", OTHERS, "training techniques"),
@@ -41,7 +41,8 @@ def draw_correlation(study: dict[str, Any], file: Path) -> None:
         name_points(axes, [(row["auroc"], row["last"], row["detector"]) for row in rows], QUIET, RULE)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
         say(figure, f"Detectors as task predictors: {study['benchmark']}", 0.3, 13, INK, "bold")
-        say(figure, _caption(study), 0.65, 9, QUIET)
+        for line, text in enumerate(_captions(study)):
+            say(figure, text, 0.62 + 0.22 * line, 9, QUIET)
 
 
 def name_points(axes: Axes, points: Sequence[tuple[float, float, str]], ink: str, rule: str) -> None:
@@ -78,13 +79,14 @@ def _overlap(box: Box, others: list[Box]) -> float:
     )
 
 
-def _caption(study: dict[str, Any]) -> str:
+def _captions(study: dict[str, Any]) -> list[str]:
+    """What was run, and what the line says, beside the paper's."""
     ours, theirs = study["fit"]["last"], study["paper_fit"]
     count = len(study["orders"])
     orders = "one class order" if count == 1 else f"{count} class orders"
-    parts = [f"HAT, {study['encoder']}, {orders}, the largest raw score chooses"]
-    if ours:
-        parts.append(f"r = {ours['r']:.3f}, slope {ours['slope']:.2f}")
-    if theirs:
-        parts.append(f"paper (DeiT-S): r = {theirs['r']:.3f}, slope {theirs['slope']:.2f}")
-    return "; ".join(parts)
+    fits = [
+        f"{who}r = {fit['r']:.3f}, slope {fit['slope']:.2f}"
+        for who, fit in (("", ours), ("paper (DeiT-S): ", theirs))
+        if fit
+    ]
+    return [f"HAT, {study['encoder']}, {orders}, the largest raw score chooses", "; ".join(fits)]
