@@ -131,16 +131,32 @@ def beyond_table() -> list[str]:
     def rows() -> Iterator[list[str]]:
         for setting, title in SETTINGS.items():
             tasks = setting[5:7]
-            for method, asked in (("tpl", tasks), ("ranpac", "0"), ("tpl-plus", tasks)):
+            for method, passes in (("tpl", tasks), ("ranpac", "0"), ("tpl-plus", tasks)):
                 runs = runs_of(setting, method)
                 cells = [spread(percent(runs, "last")), *(mean(percent(runs, key)) for key in ("aia", "til", "tp"))]
-                yield [title if method == "tpl" else "", f"`{method}`", *cells, asked]
-            found = [variants(RUNS / f"{setting}-tpl-plus-{order}")[AUTO] for order in ORDERS]
-            last, tp, passes = ([row[key] for row in found] for key in ("last", "tp", "passes"))
-            auto = spread([100 * x for x in last]), "", "", mean([100 * x for x in tp]), mean(passes, 1)
+                yield [title if method == "tpl" else "", f"`{method}`", *cells, passes]
+            found = [each[AUTO] for each in plus_variants(setting)]
+            last, tp, few = ([row[key] for row in found] for key in ("last", "tp", "passes"))
+            auto = spread([100 * x for x in last]), "", "", mean([100 * x for x in tp]), mean(few, 1)
             yield ["", "`tpl-plus`, `passes=auto`", *auto]
 
     return table(" | | Last | AIA | TIL | task prediction | tasks asked", rows(), 2)
+
+
+def lasts(setting: str) -> list[str]:
+    """Mean Last of `tpl`, `ranpac` and `tpl-plus`, the best one bold."""
+    tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
+    return [tpl, ranpac, f"**{plus}**"]
+
+
+def plus_variants(setting: str) -> list[dict[str, dict[str, Any]]]:
+    """What `tpl ablate` measured on `tpl-plus`, one a class order."""
+    return [variants(RUNS / f"{setting}-tpl-plus-{order}") for order in ORDERS]
+
+
+def asked(setting: str) -> str:
+    """How many tasks' models `passes=auto` asks about an image."""
+    return f"{mean([each[AUTO]['passes'] for each in plus_variants(setting)], 1)} of {setting[5:7]}"
 
 
 def answers_table() -> list[str]:
@@ -148,11 +164,10 @@ def answers_table() -> list[str]:
 
     def rows() -> Iterator[list[str]]:
         for setting, title in SETTINGS.items():
-            found = [variants(RUNS / f"{setting}-tpl-plus-{order}") for order in ORDERS]
+            found = plus_variants(setting)
             expert, auto = ([100 * each[name]["last"] for each in found] for name in ("expert alone", AUTO))
-            tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
-            asked = f"{mean([each[AUTO]['passes'] for each in found], 1)} of {setting[5:7]}"
-            yield [title, tpl, ranpac, mean(expert), f"**{plus}**", mean(auto), asked]
+            tpl, ranpac, plus = lasts(setting)
+            yield [title, tpl, ranpac, mean(expert), plus, mean(auto), asked(setting)]
 
     return table(" | `tpl` | `ranpac` | expert | `tpl-plus` | `passes=auto` | task models asked", rows(), 1)
 
@@ -162,11 +177,9 @@ def summary_table() -> list[str]:
 
     def rows() -> Iterator[list[str]]:
         for setting in SETTINGS:
-            tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
             (paper,) = find_rows([f"encoders/{setting[9:]}/{setting[:8]}"])
-            asked = [variants(RUNS / f"{setting}-tpl-plus-{order}")[AUTO]["passes"] for order in ORDERS]
             title = f"{setting[5:7]} tasks, {SETTINGS[setting].split(', ')[1]}"
-            yield [title, f"{paper.last:.2f}", tpl, ranpac, f"**{plus}**", f"{mean(asked, 1)} of {setting[5:7]}"]
+            yield [title, f"{paper.last:.2f}", *lasts(setting), asked(setting)]
 
     head = " | the paper's TPL | `tpl` | `ranpac` | **`tpl-plus`** | task models asked, of all"
     return table(head, rows(), 1)

@@ -136,7 +136,7 @@ def test_recipes_and_the_documented_example_are_suites() -> None:
     assert len(files) >= 2
     for content in (tomllib.loads(example), *map(read_suite, files)):
         content["run"].pop("data", None)  # wherever it may lie
-        assert len(check_suite(content).specs()) >= 4
+        assert len(check_suite(content).specs()) >= 8
 
 
 # The engine

@@ -109,7 +109,7 @@ class BEEF(ExpansionMethod):
                 return F.cross_entropy(logits, chosen.labels[rows])
 
             recipe = config.part(Recipe).replace(lr=config.fusion_lr, schedule="cosine", epochs=config.fusion_epochs)
-            fit_rows(recipe, [more, shift], chosen.labels, loss, generator)
+            fit_rows(recipe, [more, shift], len(chosen), loss, generator)
         return 1 + more.detach(), shift.detach()
 
 

@@ -95,23 +95,16 @@ class DER(ExpansionMethod):
         elif way == "retrained" and old is not None:
             network.load_head(*self.retrained(balanced(new, old, self.generator("balanced set"))))
 
-    def retrained(self, samples: Samples) -> tuple[Tensor, Tensor]:
+    def retrained(self, samples: Samples) -> Head:
         """A classifier that begins anew and is trained on `samples`, all extractors standing still."""
-        config, generator = self.config, self.generator("classifier")
-        z = self.features(samples.pixels)
+        config, network, generator = self.config, self.network, self.generator("classifier")
+        z, labels = self.features(samples.pixels), samples.labels
         length = z.norm(dim=1).mean()
-        bound = z.shape[1] ** -0.5
-        drawn = torch.empty(len(self.network.head_bias), z.shape[1]).uniform_(-bound, bound, generator=generator)
-        weight = drawn.to(z.device).requires_grad_()
-        bias = torch.zeros_like(self.network.head_bias, requires_grad=True)
-
-        def loss(rows: Tensor) -> Tensor:
-            logits = F.linear(z[rows] / length, weight, bias)
-            return F.cross_entropy(logits, samples.labels[rows])
-
+        z = z / length
+        head = Head.new(len(network.head_bias), network, generator, len(network.extractors))
         recipe = config.part(Recipe).replace(epochs=config.retrained_epochs, lr=config.retrained_lr, schedule="cosine")
-        fit_rows(recipe, [weight, bias], samples.labels, loss, generator)
-        return weight.detach() / length, bias.detach()
+        fit_rows(recipe, head, len(labels), lambda rows: F.cross_entropy(head(z[rows]), labels[rows]), generator)
+        return Head(head.weight.detach() / length, head.bias.detach())
 
 
 class AuxiliaryLoss(CrossEntropy):

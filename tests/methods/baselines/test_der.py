@@ -77,12 +77,8 @@ def test_the_classifier_is_retrained_on_what_the_memory_and_the_task_have_alike(
     monkeypatch.setattr(method, "retrained", lambda samples: seen.append(samples) or retrained(samples))
     learner.learn(small_stream[1])
     (samples,) = seen
-    assert samples.labels.bincount().tolist() == [
-        6,
-        6,
-        6,
-        6,
-    ]  # 12 remembered images of two classes, as many of each new
+    quota = 6  # 12 remembered images of two classes, and as many of each new one
+    assert samples.labels.bincount().tolist() == 4 * [quota]
 
 
 def test_one_step_of_retraining_by_hand(small_stream: Stream) -> None:

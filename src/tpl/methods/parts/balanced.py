@@ -51,15 +51,15 @@ def balanced(new: Samples, old: Samples, generator: torch.Generator) -> Samples:
 def fit_rows(
     recipe: Recipe,
     parameters: Sequence[Tensor],
-    labels: Tensor,
+    count: int,
     loss: Callable[[Tensor], Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Train a few weights on what is computed already: `loss` is that of a batch of rows, given by their numbers."""
+    """Train a few weights on what is computed already: `loss` is that of some of `count` rows, given by number."""
     optimiser = recipe.optimiser(parameters)
     for epoch in range(recipe.epochs):
         optimiser.scale_rate(recipe.rate_at(epoch / recipe.epochs))
-        for rows in torch.randperm(len(labels), generator=generator).to(labels.device).split(recipe.batch_size):
+        for rows in torch.randperm(count, generator=generator).to(parameters[0].device).split(recipe.batch_size):
             optimiser.zero_grad(set_to_none=True)
             loss(rows).backward()
             optimiser.step()

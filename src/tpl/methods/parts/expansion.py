@@ -59,9 +59,9 @@ class Head(NamedTuple):
         return Head(self.weight.detach(), self.bias.detach())
 
     @classmethod
-    def new(cls, outputs: int, network: Network, generator: torch.Generator) -> Head:
-        """One that is not trained yet, over the features of one extractor."""
-        dim, device = network.trunk[0].dim, network.norms.device
+    def new(cls, outputs: int, network: Network, generator: torch.Generator, extractors: int = 1) -> Head:
+        """One that is not trained yet, over the features of one extractor, or of several side by side."""
+        dim, device = extractors * network.trunk[0].dim, network.norms.device
         rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
         return cls(rows.to(device).requires_grad_(), torch.zeros(outputs, device=device).requires_grad_())
 

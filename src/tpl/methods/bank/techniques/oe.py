@@ -23,7 +23,7 @@ class OE(Technique):
     makes_do = True
 
     def loss(self, z: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
-        """CE on the new images + weight * (logsumexp f - mean f) on the others; the first task has no others."""
+        """CE on the new images + weight * (logsumexp f - mean f) on the others, if there are any."""
         logits, outlying = F.linear(z, weight, bias), labels == self.own
         entropy = F.cross_entropy(logits, torch.where(outlying, IGNORED, labels), ignore_index=IGNORED)
         return entropy + WEIGHT * mean_over(to_uniform(logits), outlying)

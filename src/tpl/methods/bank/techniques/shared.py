@@ -56,9 +56,8 @@ def misplaced(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
     They have a task's colours and strokes but are none of its things: outliers where there are no others.
     """
-    half = [(0, length // 2) for length in pixels.shape[2:]]
-    corners = [(top, left) for top in half[0] for left in half[1]]
-    high, wide = half[0][1], half[1][1]
+    high, wide = pixels.shape[2] // 2, pixels.shape[3] // 2
+    corners = [(top, left) for top in (0, high) for left in (0, wide)]
     quarters = torch.stack([pixels[:, :, top : top + high, left : left + wide] for top, left in corners], dim=1)
     by = torch.randint(1, 4, (len(pixels), 1), generator=generator)
     order = ((torch.arange(4) + by) % 4).to(pixels.device)
