@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Recipe, Samples, silent, train
+from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Recipe, Samples, Turns, silent, train
 from tpl.engine.train import cycle_length
 from tpl.errors import TplError
 
@@ -73,6 +73,28 @@ def test_a_crop_is_the_image_moved_inside_a_black_margin() -> None:
             assert len(found) == 1
             moves += found
     assert len(moves) == 400 and len(set(moves)) == 50  # eight of each on average
+
+
+def test_turned_images_come_beside_their_upright_ones_with_labels_of_their_own() -> None:
+    """Against torch's own rotation; the upright part is what it is without turns, moved and mirrored as it was."""
+    pixels = torch.randint(1, 256, (50, 3, 8, 8), generator=generator(), dtype=torch.uint8)
+    new, replay = Samples(pixels[:30], torch.arange(30) % 5), Samples(pixels[30:], torch.full((20,), 5))
+    feed = Feed([Batches(new, replay, 8, generator(), numbers=2, crop=True, turns=Turns(6, 5))], full=True)
+    assert feed.images == 90
+    turns, ignored = list[int](), 0
+    for inputs in feed.epoch():
+        images, labels = feed.gather(*inputs)
+        upright, again, own, told = images[:8], images[16:], labels[0, :8].tolist(), labels[0, 16:].tolist()
+        assert labels.shape == (1, 24) and labels[0, 8:16].unique().tolist()[-1] == 5
+        for image, copy, label, turned in zip(upright, again, own, told, strict=True):
+            if label == IGNORED:
+                assert turned == IGNORED
+                ignored += 1
+                continue
+            quarters, class_ = divmod(turned - 6, 5)
+            assert class_ == label and torch.equal(copy, image.rot90(quarters + 1, dims=(-2, -1)))
+            turns.append(quarters + 1)
+    assert len(turns) == 30 and ignored == 2 and set(turns) == {1, 2, 3}
 
 
 def test_the_objective_sees_none_of_the_numbers_that_move_images() -> None:
@@ -158,6 +180,8 @@ def test_unequal_networks_are_refused() -> None:
         Feed([Batches(samples(n, 0), None, 2, generator()) for n in (4, 5)])
     with pytest.raises(ValueError, match="replay"):
         Feed([Batches(samples(4, 0), replay, 2, generator()) for replay in (None, samples(2, 9))])
+    with pytest.raises(ValueError, match="turned"):
+        Feed([Batches(samples(4, 0), None, 2, generator(), turns=turns) for turns in (None, Turns(4, 4))])
 
 
 class Diverging:

@@ -535,6 +535,7 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
         ({"score": "knn", "memory": 0}, "score=knn compares with stored images: give it a memory"),
         ({"also": "msp,knn", "memory": 0}, "knn compares with stored images: give it a memory"),
         ({"technique": "oe", "memory": 0}, "technique=oe trains against stored images: give it a memory"),
+        ({"technique": "mixup", "turned_classes": True}, "turned_classes=true and technique=mixup are two ways"),
         ({"choice": "calibrated", "memory": 0}, "choice=calibrated is fitted on stored images: give it a memory"),
         ({"also": "msp,nonsense"}, "There is no detector 'nonsense'; there are gradnorm"),
         ({"score": "nonsense"}, "score must be one of"),

@@ -48,7 +48,7 @@ class Trained:
     """TPL over three tasks with everything on that could move an old task, and what was seen on the way."""
 
     def __init__(self, stream: Stream) -> None:
-        self.learner = learner_for("tpl", augment="crop", weight_decay=0.05, nesterov=True)
+        self.learner = learner_for("tpl", augment="crop", weight_decay=0.05, nesterov=True, turned_classes=True)
         assert isinstance(self.learner.method, TPL)
         self.bank = self.learner.method.bank
         self.probe = probes(self.learner, stream)

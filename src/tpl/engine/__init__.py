@@ -1,6 +1,6 @@
 """The training loop, inference, the gated optimiser, devices and progress events."""
 
-from tpl.engine.batches import IGNORED, Batches, Feed, Samples
+from tpl.engine.batches import IGNORED, Batches, Feed, Samples, Turns
 from tpl.engine.device import Compute, choose_compute, records
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, silent
@@ -24,6 +24,7 @@ __all__ = [
     "RecordedStep",
     "Samples",
     "Step",
+    "Turns",
     "batches_of_images",
     "choose_compute",
     "current",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +41,21 @@ class Samples:
         return self.pixels.device == self.labels.device
 
 
+class Turns(NamedTuple):
+    """Outputs that turned images are told from: `classes` of them for each of three quarter turns, behind `first`."""
+
+    first: int
+    classes: int
+
+
 class Batches:
     """Shuffled batches of new samples, each joined by as many replayed ones.
 
     Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes. With `mirror`,
     every image is turned left to right half of the time; with `crop`, it is also moved by a few pixels each way, and
     black comes in from the edge. `whole` fills an epoch's last batch up with samples of the epoch, drawn by lot: for
-    networks that look at a batch as a whole. A step comes with `numbers` random numbers in [0, 1).
+    networks that look at a batch as a whole. With `turns`, every new sample is there once more, turned by one, two or
+    three quarters, by lot, with a label that says so. A step comes with `numbers` random numbers in [0, 1).
     """
 
     def __init__(
@@ -59,10 +68,11 @@ class Batches:
         numbers: int = 0,
         crop: bool = False,
         whole: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self.new, self.replay = new, replay if replay is not None and len(replay) else None
         self.batch_size, self.generator, self.mirror, self.numbers = batch_size, generator, mirror or crop, numbers
-        self.crop, self.whole = crop, whole
+        self.crop, self.whole, self.turns = crop, whole, turns
         if whole:
             self.batch_size = min(batch_size, len(new))
         self._replay_order = torch.zeros(0, dtype=torch.long)
@@ -74,9 +84,9 @@ class Batches:
 
     @property
     def images(self) -> int:
-        """Images an epoch, replayed ones included."""
+        """Images an epoch, replayed and turned ones included."""
         new = self.steps * self.batch_size if self.whole else len(self.new)
-        return new * (2 if self.replay is not None else 1)
+        return new * (1 + (self.replay is not None) + (self.turns is not None))
 
     @property
     def shifts(self) -> int:
@@ -90,14 +100,15 @@ class Batches:
             order = torch.cat([order, torch.randperm(len(self.new), generator=self.generator)[:missing]])
         old = self._next_replay(len(order)) if self.replay is not None else order[:0]
         if self.mirror:
-            order, old = self._turned(order, len(self.new)), self._turned(old, len(self.replay or ()))
+            order, old = self._mirrored(order, len(self.new)), self._mirrored(old, len(self.replay or ()))
         return order, old
 
     def draws(self) -> Tensor:
-        """The random numbers of one epoch, `[steps, numbers + shifts]`."""
-        return torch.rand(self.steps, self.numbers + self.shifts, generator=self.generator)
+        """The random numbers of one epoch, a row a step: the objective's, then shifts, then one for every turn."""
+        turned = self.batch_size if self.turns is not None else 0
+        return torch.rand(self.steps, self.numbers + self.shifts + turned, generator=self.generator)
 
-    def _turned(self, rows: Tensor, count: int) -> Tensor:
+    def _mirrored(self, rows: Tensor, count: int) -> Tensor:
         """Half of the rows, drawn by lot, as those of their mirror images."""
         return rows + count * torch.randint(0, 2, rows.shape, generator=self.generator)
 
@@ -123,6 +134,8 @@ class Feed:
             raise ValueError("networks trained side by side need equally many samples and the same batch size")
         if len({b.replay is None for b in networks}) > 1:
             raise ValueError("networks trained side by side must all have replay, or none of them")
+        if len({b.turns for b in networks}) > 1:
+            raise ValueError("networks trained side by side must all have the same outputs for turned images")
         self.networks, self.full = networks, full
         self.steps, self.batch_size, self.numbers = first.steps, first.batch_size, first.numbers
         self.device = first.new.labels.device
@@ -153,25 +166,32 @@ class Feed:
     def gather(self, rows: Tensor, old: Tensor, draws: Tensor, *sent: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels `[networks * batch, 3, size, size]` and labels `[networks, batch]` of one step."""
         given = dict(zip(self.streamed, sent, strict=True))
-        per_network = rows.shape[1] + old.shape[1]
+        upright = rows.shape[1] + old.shape[1]
+        count = upright + (rows.shape[1] if self.networks[0].turns is not None else 0)
         shape = self.networks[0].new.pixels.shape[1:]
-        pixels = torch.empty((len(rows), per_network, *shape), dtype=torch.uint8, device=self.device)
+        pixels = torch.empty((len(rows), count, *shape), dtype=torch.uint8, device=self.device)
         labels = []
         for i, network in enumerate(self.networks):
-            own, replayed = pixels[i, : rows.shape[1]], pixels[i, rows.shape[1] :]
+            images = pixels[i, :upright]
+            own, replayed = images[: rows.shape[1]], images[rows.shape[1] :]
             if i in given:
                 own.copy_(given[i])
             else:
                 torch.index_select(network.new.pixels, 0, _places(network.new, rows[i]), out=own)
-            parts, turned = [_labels(network.new, rows[i])], [rows[i] >= len(network.new)]
+            parts, mirrored = [_labels(network.new, rows[i])], [rows[i] >= len(network.new)]
             if network.replay is not None:
                 torch.index_select(network.replay.pixels, 0, _places(network.replay, old[i]), out=replayed)
                 parts.append(_labels(network.replay, old[i]))
-                turned.append(old[i] >= len(network.replay))
+                mirrored.append(old[i] >= len(network.replay))
             if network.mirror:
-                pixels[i] = torch.where(torch.cat(turned)[:, None, None, None], pixels[i].flip(-1), pixels[i])
+                images.copy_(torch.where(torch.cat(mirrored)[:, None, None, None], images.flip(-1), images))
+            draw = draws[i, network.numbers :]
             if network.crop:
-                pixels[i] = moved(pixels[i], draws[i, network.numbers :].view(2, -1)[:, :per_network])
+                images.copy_(moved(images, draw[: network.shifts].view(2, -1)[:, :upright]))
+            if network.turns is not None:
+                number = 1 + (3 * draw[network.shifts :][: len(own)]).long()
+                pixels[i, upright:] = turned(own, number)
+                parts.append(_turned_labels(parts[0], number, network.turns))
             labels.append(torch.cat(parts))
         return pixels.flatten(0, 1), torch.stack(labels)
 
@@ -194,6 +214,12 @@ class Feed:
         if self.device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]  # only then is the copy asynchronous
         return [batch.to(self.device, non_blocking=True) for batch in batches]
+
+
+def turned(pixels: Tensor, number: Tensor) -> Tensor:
+    """Each image `[n, 3, size, size]` turned by so many quarters, one to three."""
+    choices = torch.stack([pixels.rot90(quarters, dims=(-2, -1)) for quarters in (1, 2, 3)])
+    return choices[number - 1, torch.arange(len(pixels), device=pixels.device)]
 
 
 def moved(pixels: Tensor, draws: Tensor) -> Tensor:
@@ -220,3 +246,7 @@ def _places(samples: Samples, rows: Tensor) -> Tensor:
 
 def _labels(samples: Samples, rows: Tensor) -> Tensor:
     return torch.where(rows < 0, IGNORED, samples.labels[_places(samples, rows)])
+
+
+def _turned_labels(labels: Tensor, number: Tensor, turns: Turns) -> Tensor:
+    return torch.where(labels < 0, IGNORED, turns.first + (number - 1) * turns.classes + labels)

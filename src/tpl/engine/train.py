@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine.batches import Batches, Feed, Samples
+from tpl.engine.batches import Batches, Feed, Samples, Turns
 from tpl.engine.device import records
 from tpl.engine.distributed import SharedStep, check_agreement, current
 from tpl.engine.events import Event, Listener
@@ -59,10 +59,11 @@ class Recipe(Config):
         generator: torch.Generator,
         numbers: int = 0,
         whole: bool = False,
+        turns: Turns | None = None,
     ) -> Batches:
-        """The batches this recipe asks for, with `numbers` random numbers a step; `whole` ones if need be."""
+        """The batches this recipe asks for, with `numbers` random numbers a step; `whole`, or with `turns`, or both."""
         mirror, crop = self.augment == "mirror", self.augment == "crop"
-        return Batches(new, replay, self.batch_size, generator, mirror, numbers, crop, whole)
+        return Batches(new, replay, self.batch_size, generator, mirror, numbers, crop, whole, turns)
 
     def rate_at(self, done: float) -> float:
         """The share of the learning rate that is left when the share `done` of all steps is."""

@@ -62,6 +62,8 @@ class HATConfig(MemoryConfig):
         unknown = [name for name in self.fitted if name not in DETECTORS]
         if unknown:
             raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(DETECTORS)}.")
+        if self.turned_classes and self.technique != "none":
+            raise TplError(f"turned_classes=true and technique={self.technique} are two ways to train: choose one.")
         if self.memory_needed and not self.memory:
             raise TplError(f"{self.memory_needed}: give it a memory, e.g. memory=2000.")
 
@@ -113,7 +115,9 @@ class HAT(MemoryBank):
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
-        return Lesson(self.bank, samples, outliers, own, own, self.config, self.generator("training"), listen)
+        training = self.generator("training")
+        turned = self.config.turned_classes
+        return Lesson(self.bank, samples, outliers, own, own, self.config, training, listen, turned)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
         """Stored images; before there are any, some of the task's own put out of joint, if so wanted.

@@ -24,6 +24,7 @@ from tpl.engine import (
     Listener,
     Recipe,
     Samples,
+    Turns,
     batches_of_images,
     train,
 )
@@ -35,7 +36,10 @@ from tpl.methods.bank.techniques import Technique
 
 @dataclass(frozen=True)
 class Lesson:
-    """One more task for one bank: `outputs` head outputs, `own` of them the task's classes."""
+    """One more task for one bank: `outputs` head outputs, `own` of them the task's classes.
+
+    With `turned_classes`, each of these is there three times more, for images of it that are turned.
+    """
 
     bank: Bank
     samples: Samples
@@ -45,6 +49,17 @@ class Lesson:
     recipe: Recipe
     generator: torch.Generator
     listen: Listener
+    turned_classes: bool = False
+
+    @property
+    def turns(self) -> Turns | None:
+        """Where the outputs for turned images are: behind all others."""
+        return Turns(self.outputs, self.own) if self.turned_classes else None
+
+    @property
+    def all_outputs(self) -> int:
+        """How many outputs a head needs while it is trained."""
+        return self.outputs + (3 * self.own if self.turned_classes else 0)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -53,7 +68,7 @@ class Lesson:
         first = not self.bank.tasks
         bank = self.bank
         network = bank.encoder.fingerprint, bank.config.part(ProtectConfig), bank.technique.name, bank.compute
-        return *network, first, len(self.samples), replayed, self.outputs, self.recipe.part(Recipe)
+        return *network, first, len(self.samples), replayed, self.outputs, self.turns, self.recipe.part(Recipe)
 
     def equals(self, other: Lesson) -> bool:
         """Whether both would end with the same weights, number by number, since all that goes in is the same."""
@@ -99,13 +114,18 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     recipe = lessons[0].recipe
     for lesson in lessons:
         lesson.bank.warn_if_full(lesson.listen)
-    models = [lesson.bank.new_task(lesson.own, lesson.outputs, lesson.generator) for lesson in lessons]
+    models = [lesson.bank.new_task(lesson.own, lesson.all_outputs, lesson.generator) for lesson in lessons]
     objective = BankObjective([lesson.bank for lesson in lessons], models, recipe.batch_size)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
     networks = [
         recipe.batches(
-            lesson.samples, lesson.replay, lesson.generator, technique.numbers, lesson.bank.encoder.batch_norms
+            lesson.samples,
+            lesson.replay,
+            lesson.generator,
+            technique.numbers,
+            lesson.bank.encoder.batch_norms,
+            lesson.turns,
         )
         for lesson, technique in zip(lessons, objective.techniques, strict=True)
     ]

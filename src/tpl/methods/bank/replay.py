@@ -36,6 +36,9 @@ class MemoryConfig(ProtectConfig, Recipe):
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
     memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
+    turned_classes: bool = option(
+        False, "also train on new images turned by 90, 180 or 270 degrees, as classes that nobody answers with"
+    )
 
 
 class MemoryBank(BankMethod):
@@ -179,4 +182,6 @@ class ReplayBank(MemoryBank):
         own = len(task.classes)
         replay = self.replay_samples(own)
         outputs = own + (replay is not None)
-        return Lesson(self.bank, samples, replay, own, outputs, self.config, self.generator("training"), listen)
+        training = self.generator("training")
+        turned = self.config.turned_classes
+        return Lesson(self.bank, samples, replay, own, outputs, self.config, training, listen, turned)
