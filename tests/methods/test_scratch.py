@@ -14,6 +14,10 @@ from tpl.engine import Compute, Event, silent
 from tpl.errors import TplError
 from tpl.methods import learn_together, load_methods
 from tpl.methods.bank import BankMethod
+from tpl.methods.derpp import DERpp
+from tpl.methods.foster import FOSTER
+from tpl.methods.parts.expansion import ExpandedNetwork
+from tpl.methods.parts.network import Network
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import ResNetEncoder, create_encoder
 from tpl.nets.resnet import network
@@ -21,6 +25,7 @@ from tpl.stream import Stream
 
 ENCODER = "resnet18:8"
 OPTIONS = {"epochs": 2, "batch_size": 6, "lr": 0.05}
+TURNED = {"turned_classes": True, "looks": "both"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ class Trained:
     """TPL over three tasks with everything on that could move an old task, and what was seen on the way."""
 
     def __init__(self, stream: Stream) -> None:
-        self.learner = learner_for("tpl", augment="crop", weight_decay=0.05, nesterov=True, turned_classes=True)
+        self.learner = learner_for("tpl", augment="crop", weight_decay=0.05, nesterov=True, **TURNED)
         assert isinstance(self.learner.method, TPL)
         self.bank = self.learner.method.bank
         self.probe = probes(self.learner, stream)
@@ -138,9 +143,13 @@ def test_methods_over_one_bank_train_once_and_other_seeds_one_after_the_other(st
     assert torch.equal(alone.method.bank.adapters.state_dict()["kernels"], kernels[0])
 
 
-@pytest.mark.parametrize("method", ["finetune", "replay", "joint"])
+NETWORKS = sorted(n for n, m in load_methods().items() if m.from_scratch and not issubclass(m, BankMethod))
+
+
+@pytest.mark.parametrize("method", NETWORKS)
 def test_single_networks_learn_save_and_answer_image_by_image(method: str, stream: Stream, tmp_path: Path) -> None:
-    learner = learner_for(method, augment="crop")
+    more = {"compression": 4.0} if method == "foster" else {}  # its student learns last of all
+    learner = learner_for(method, augment="crop", **more)
     for t, task in enumerate(stream):
         learner.learn(stream.union(t) if learner.method.cumulative else task, held_out=0)
     newest = stream[2].test
@@ -152,6 +161,44 @@ def test_single_networks_learn_save_and_answer_image_by_image(method: str, strea
     torch.testing.assert_close(alone, log_p, rtol=1e-4, atol=1e-4)
     learner.save(tmp_path / "model")
     assert torch.equal(Learner.load(tmp_path / "model", device="cpu").log_probabilities(newest), log_p)
+
+
+def test_foster_distils_answers_that_do_not_depend_on_the_batch(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both extractors of the teacher answer by settled statistics, as the old network does in its place."""
+    teachers = list[Network]()
+    compress = FOSTER.compress
+
+    def watched(self: FOSTER, teacher: ExpandedNetwork, *rest: object) -> None:
+        teachers.append(teacher)
+        compress(self, teacher, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FOSTER, "compress", watched)
+    learner = learner_for("foster", epochs=1)
+    for task in stream[:2]:
+        learner.learn(task, held_out=0)
+    (teacher,) = teachers
+    images = learner.method.normalise(probes(learner, stream)[:6])
+    alone = torch.cat([teacher(image) for image in images.split(1)])
+    torch.testing.assert_close(alone, teacher(images), rtol=1e-4, atol=1e-4)
+    fresh = learner.method.encoder.new_norms()[2:]
+    assert not any(torch.equal(norms[2:], fresh) for norms in (teacher.norms, learner.method.network.norms))  # type: ignore[attr-defined]
+
+
+def test_derpp_notes_logits_as_the_network_would_answer(stream: Stream) -> None:
+    """After the one epoch that there is, by statistics of that moment and not of the beginning."""
+    learner = learner_for("derpp", epochs=1, memory=8)
+    learner.learn(stream[0], held_out=0)
+    method = learner.method
+    assert isinstance(method, DERpp)
+    pixels = method.memory.pixels(method.preprocess, method.compute.device)
+    now = method.logits(pixels)
+    with torch.no_grad():
+        method.network.norms[2:] = method.encoder.new_norms()[2:]
+    stale = method.logits(pixels)
+    # Statistics of a few batches of six, drawn by lot, are not quite the same twice.
+    assert (method.stored_logits - now).abs().max() < 0.3 * (stale - now).abs().max()
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -193,8 +240,8 @@ def test_compiling_is_for_large_images_unless_it_is_asked_for(monkeypatch: pytes
 
 
 def test_what_needs_pre_training_says_so() -> None:
-    for method in ("slda", "l2p", "ranpac", "tpl-plus", "supsup", "owm", "der"):
-        with pytest.raises(TplError, match=f"'{method}' stands on a pre-trained encoder.* by finetune, hat, joint"):
+    for method in ("slda", "l2p", "ranpac", "tpl-plus", "supsup", "owm", "afc"):
+        with pytest.raises(TplError, match=f"'{method}' stands on a pre-trained encoder.* by agem, .*finetune.*tpl"):
             Learner(method, ENCODER, device="cpu")
     with pytest.raises(TplError, match="protect=hat"):
         learner_for("tpl", protect="supsup")

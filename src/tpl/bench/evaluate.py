@@ -27,7 +27,7 @@ class StageResult:
     til: list[float]  # class known among the true task's classes
     tp: list[float]  # task predicted
     detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
-    passes: float | None  # task models asked about a test image, on average, where the method has any
+    passes: float | None  # through task models for an answer, on average, where the method has any
     drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
     task_confusion: list[list[int]]  # how many test images of each task (rows) were taken for each (columns)
     class_accuracy: list[float | None]  # class known among all so far, for each class; None without test images
@@ -77,8 +77,8 @@ class Evaluator:
         for other in self.beside:
             asked = other.method
             if isinstance(asked, BankMethod) and asked.bank is method.bank.same_as and len(other.pixels) == upto + 1:
-                plain = type(asked).answers is BankMethod.answers and len(other.known) == len(method.bank.tasks)
-                if plain and other._tests == self._tests:
+                plain = type(asked).answers is BankMethod.answers and asked.bank.looks == method.bank.looks
+                if plain and len(other.known) == len(method.bank.tasks) and other._tests == self._tests:
                     return other
         return None
 

@@ -47,8 +47,7 @@ class RunSpec:
         config = method.config_class
         fields = {f.name for f in dataclasses.fields(config)}
         benchmark = self._benchmark()
-        scratch = benchmark.from_scratch if is_resnet(self.encoder) else {}
-        prescribed = benchmark.options | benchmark.by_method.get(self.method, {}) | scratch
+        prescribed = benchmark.prescribed(self.method, pretrained=not is_resnet(self.encoder))
         if method.own_rate:
             prescribed.pop("lr", None)
         merged = {k: v for k, v in prescribed.items() if k in fields} | self.options

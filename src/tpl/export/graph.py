@@ -14,6 +14,7 @@ from tpl.errors import TplError
 from tpl.export.trunk import trunk_of
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
+from tpl.methods.bank.looks import UPRIGHT
 from tpl.methods.base import task_of_class
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
@@ -31,6 +32,8 @@ def exportable(learner: Learner) -> TPL:
         raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
+    if method.bank.looks != UPRIGHT:
+        raise TplError(f"A model with looks={method.config.looks} cannot be exported; one that looks once can.")
     if not method.classes_:
         raise TplError("Nothing was learned yet: there is nothing to export.")
     if method.compute.device != CPU or method.compute.bf16:

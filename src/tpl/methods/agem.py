@@ -70,6 +70,7 @@ class AGEM(RehearsalMethod):
     paper = "Chaudhry et al., Efficient Lifelong Learning with A-GEM, ICLR 2019"
     keeps = "a class-balanced memory of images"
     cost = "new and remembered images, a backward pass each; one pass an answer"
+    from_scratch = True
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train on the new images, watched over by the stored ones; then store some of the new."""

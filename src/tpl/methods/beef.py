@@ -67,6 +67,7 @@ class BEEF(ExpansionMethod):
     )
     keeps = "a class-balanced memory, and an extractor a task"
     cost = "new and remembered images, and four more passes for negatives; a pass an extractor and answer"
+    from_scratch = True
     splits = True
     config_class = BEEFConfig
     config: BEEFConfig

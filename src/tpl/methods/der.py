@@ -67,6 +67,7 @@ class DER(ExpansionMethod):
     paper = "Yan et al., DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
     keeps = "a class-balanced memory, and an extractor a task"
     cost = "new and remembered images through every task's extractor; as many passes an answer"
+    from_scratch = True
     splits = True
     config_class = DERConfig
     config: DERConfig

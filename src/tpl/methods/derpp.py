@@ -81,6 +81,7 @@ class DERpp(NetworkMethod):
     paper = "Buzzega et al., Dark Experience for General Continual Learning, NeurIPS 2020"
     keeps = "a reservoir of images with the logits they had"
     cost = "new and remembered images; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = DERppConfig
     config: DERppConfig
@@ -98,13 +99,17 @@ class DERpp(NetworkMethod):
         new = self.grow(task, samples)
         noted = torch.zeros(len(epochs), len(self.network.head_bias), device=self.compute.device)
 
+        replay = self.old_samples()
+
         def note(event: Event) -> None:
             if event.kind == "epoch":
                 due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
+                if self.encoder.batch_norms:  # an answer goes by statistics, and those of training have moved since
+                    batches = self.config.batches(new, replay, self.generator("statistics"), whole=True)
+                    self.network.settle(batches, self.normalise)
                 noted[due] = self.logits(samples.pixels[admission.entering[due]])
             listen(event)
 
-        replay = self.old_samples()
         self.fit(new, note, self.objective() if replay is not None else None, replay)
         widened = F.pad(self.stored_logits, (0, len(task.classes)))[admission.kept]
         self.stored_logits = torch.cat([widened, noted])

@@ -47,6 +47,7 @@ class EEIL(RehearsalMethod):
     paper = "Castro et al., End-to-End Incremental Learning, ECCV 2018"
     keeps = "a class-balanced memory of images"
     cost = "as icarl, then a short training on a balanced set with a teacher; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = EEILConfig
     config: EEILConfig

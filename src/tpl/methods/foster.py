@@ -43,7 +43,6 @@ from tpl.methods.parts.distill import mean_of, soft_cross_entropy
 from tpl.methods.parts.expansion import ExpandedNetwork, Extractor, Head
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
-from tpl.nets import AdapterStack
 from tpl.stream import Task
 
 
@@ -73,6 +72,7 @@ class FOSTER(RehearsalMethod):
     paper = "Wang et al., FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV 2022"
     keeps = "a class-balanced memory of images"
     cost = "boosting with two extractors, then a compression with three; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = FOSTERConfig
     config: FOSTERConfig
@@ -97,7 +97,7 @@ class FOSTER(RehearsalMethod):
         objective = Boosting(network, self.network.copy(), weights, config, self.generator("auxiliary"))
         trainable = [*network.parameters(), *objective.head]
         self.fit(new, listen, objective, old, name="boosting", trainable=trainable)
-        return network.requires_grad_(False)
+        return network.requires_grad_(False).eval()
 
     def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, listen: Listener) -> None:
         """Teach the single network, whose head has grown, what both extractors say together."""
@@ -111,7 +111,7 @@ class FOSTER(RehearsalMethod):
 def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator) -> ExpandedNetwork:
     """A network with a second extractor that starts as the one there is; this one stays as it is."""
     twin = ExpandedNetwork(network.trunk[0], config, network.compute, generator)
-    twin.restart(Extractor(network.norms, AdapterStack(*network.adapters.weights)))
+    twin.restart(Extractor.of(network))
     twin.load_head(network.head_weight, network.head_bias)
     twin.expand(generator)
     return twin

@@ -75,6 +75,7 @@ class GD(RehearsalMethod):
     paper = "Lee et al., Overcoming Catastrophic Forgetting with Unlabeled Data in the Wild, ICCV 2019"
     keeps = "a class-balanced memory of images"
     cost = "a specialist first, then the network with two teachers, then its head; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = GDConfig
     config: GDConfig

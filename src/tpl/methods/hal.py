@@ -123,6 +123,7 @@ class HAL(RehearsalMethod):
     paper = "Chaudhry et al., Using Hindsight to Anchor Past Knowledge in Continual Learning, AAAI 2021"
     keeps = "a class-balanced memory and one learned image a class"
     cost = "new, remembered and anchor images, the latter twice; anchors made after a task; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = HALConfig
     config: HALConfig

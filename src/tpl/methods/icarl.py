@@ -80,6 +80,7 @@ class ICaRL(RehearsalMethod):
     paper = "Rebuffi et al., iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"
     keeps = "herded images and their mean features"
     cost = "new and remembered images, each through the network and a frozen copy; one pass an answer"
+    from_scratch = True
     splits = True
     config_class = ICaRLConfig
     config: ICaRLConfig

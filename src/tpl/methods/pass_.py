@@ -107,6 +107,7 @@ class PASS(NetworkMethod):
     paper = "Zhu et al., Prototype Augmentation and Self-Supervision for Incremental Learning, CVPR 2021"
     keeps = "a mean feature a class"
     cost = "four rotations, each through the network and a frozen copy; one pass an answer"
+    from_scratch = True
     config_class = PASSConfig
     config: PASSConfig
     beside = ("prototypes", "radius")

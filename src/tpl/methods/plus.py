@@ -61,6 +61,8 @@ class PlusConfig(RidgeConfig, TPLConfig):
             raise TplError(f"passes must be all, auto or a number from 1 on; got '{self.passes}'.")
         if self.passes != ALL and self.calibration == "probability":
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
+        if self.looks != "upright":
+            raise TplError(f"The expert of tpl-plus looks at an image once: looks={self.looks} is for tpl alone.")
 
 
 @register

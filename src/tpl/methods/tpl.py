@@ -23,6 +23,7 @@ from tpl.errors import TplError
 from tpl.methods.bank import Outputs, TaskModel, within_tasks
 from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, Traces, some_rows
 from tpl.methods.bank.lessons import Lesson
+from tpl.methods.bank.looks import LOOKS
 from tpl.methods.bank.replay import MemoryConfig, ReplayBank
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
@@ -54,11 +55,19 @@ class TPLConfig(RatioConfig, MemoryConfig):
     memory_kind: str = option(
         "images", "what is kept of old images: some of them; statistics of the encoder's features; none", KINDS
     )
+    looks: str = option(
+        "upright",
+        "what an answer looks at: upright: the image; mirrored: and its mirror image; turned: and its quarter turns, "
+        "if there are turned_classes; both: eight passes in all",
+        tuple(LOOKS),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.memory_kind != IMAGES and self.in_task == "knn":
             raise TplError(f"in_task=knn compares with stored images; memory_kind={self.memory_kind} keeps none.")
+        if any(look.quarters for look in LOOKS[self.looks]) and not self.turned_classes:
+            raise TplError(f"looks={self.looks} reads the outputs for turned images: train with turned_classes=true.")
 
 
 @register
@@ -84,6 +93,7 @@ class TPL(ReplayBank):
                 "scratch: use memory_kind=none or images."
             )
         super().__init__(encoder, config, compute, seed)
+        self.bank.looks = LOOKS[config.looks]
         self.traces = Traces(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
         self._weights: dict[bool, Tensor] = {}  # of the kinds of evidence, with and without the encoder's own features
         self.scores_: list[LikelihoodRatio] = []

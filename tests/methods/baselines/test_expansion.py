@@ -9,7 +9,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Compute, Event
 from tpl.errors import TplError
-from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Extractor
+from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod
 from tpl.methods.parts.network import NetworkConfig
 from tpl.nets import Encoder, create_encoder
 from tpl.stream import Stream
@@ -70,7 +70,7 @@ def test_a_copy_shares_no_tensor_and_restart_takes_over_all_of_another(network: 
         network.norms += 1
         network.adapters.up_weight += 1
     assert not torch.equal(kept.norms, network.norms)
-    network.restart(Extractor.from_state(kept.state()))
+    network.restart(kept)
     for a, b in zip(network.extractors[-1].state().values(), kept.state().values(), strict=True):
         assert torch.equal(a, b)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tpl.engine import Event, Listener
 from tpl.methods.bank.asking import Asking, Question, asking
+from tpl.methods.bank.looks import UPRIGHT, Looks
 from tpl.methods.bank.models import TaskModel, TaskModels
 
 NEARLY_FULL = 0.95
@@ -35,6 +36,7 @@ class Bank(TaskModels):
     used: Tensor | None = None  # units that some finished task holds
     retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
     same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
+    looks: Looks = UPRIGHT  # at an image that is asked about
 
     @cached_property
     def _ask(self) -> Asking:
@@ -47,17 +49,29 @@ class Bank(TaskModels):
     def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
         """The same for several tasks, each of its own choice of the images: quicker than one by one, the same bits."""
         with torch.no_grad():
-            features = self._ask(pixels, questions)
-        return [Outputs(seen, self.logits(seen, task)) for seen, (task, _) in zip(features, questions, strict=True)]
+            told = [self._ask(look.at(pixels), questions) for look in self.looks]
+            return [self._joined(task, seen) for (task, _), *seen in zip(questions, *told, strict=True)]
+
+    def _joined(self, task: int, seen: list[Tensor]) -> Outputs:
+        """What one task says of images after all looks at them, the upright ones first."""
+        by_turn: dict[int, list[Tensor]] = {}
+        for look, features in zip(self.looks, seen, strict=True):
+            by_turn.setdefault(look.quarters, []).append(features)
+        means = {quarters: _mean(features) for quarters, features in by_turn.items()}
+        upright = means.pop(0)
+        read = [self.logits(upright, task), *(self._turned_logits(z, task, q) for q, z in means.items())]
+        return Outputs(upright, _mean(read))
 
     def logits(self, features: Tensor, task: int) -> Tensor:
         """What a finished task's head says of its own classes.
 
         Computed in float64: to float32, the number of images that share the product then makes no difference.
         """
-        model = self.tasks[task]
+        return self._turned_logits(features, task, 0)
+
+    def _turned_logits(self, features: Tensor, task: int, quarters: int) -> Tensor:
         with torch.no_grad():
-            return self.technique.logits(features, *model.own_head()).float()
+            return self.technique.logits(features, *self.tasks[task].own_head(quarters)).float()
 
     def restart(self, retired: Tensor | None) -> None:
         """Hold no task, with the units of tasks long gone in use."""
@@ -67,7 +81,7 @@ class Bank(TaskModels):
         """Take up a finished task: freeze it and claim its units."""
         self.same_as = None
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
-        self.used = _joined(self.used, self.unit_mask(len(self.tasks) - 1))
+        self.used = _united(self.used, self.unit_mask(len(self.tasks) - 1))
 
     @torch.no_grad()
     def copy_newest(self, other: Bank) -> None:
@@ -80,7 +94,7 @@ class Bank(TaskModels):
 
     def retire(self, task: int) -> None:
         """Let a task go. Its units stay in use: other tasks may share them, and none may move them."""
-        self.retired = _joined(self.retired, self.unit_mask(task))
+        self.retired = _united(self.retired, self.unit_mask(task))
         self.same_as = None
         del self.tasks[task]
 
@@ -88,14 +102,16 @@ class Bank(TaskModels):
         """How full the network is: the share of units in use, and of shared weights that are frozen."""
         return self.protection.capacity(self.adapters, self.used)
 
-    def new_task(self, own: int, outputs: int, generator: torch.Generator) -> TaskModel:
-        """An untrained task with `outputs` head outputs, `own` of them its classes."""
+    def new_task(self, own: int, outputs: int, generator: torch.Generator, turned_classes: bool = False) -> TaskModel:
+        """An untrained task with `outputs` head outputs: the first `own` its classes, the last for turned ones."""
         dim = self.encoder.dim
         bound = dim**-0.5  # torch's own initialisation of a linear layer
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = self.protection.initial(self.adapters, generator)
-        return TaskModel(own, embedding, self.encoder.new_norms(), head, bias).to(self.compute.device)
+        model = TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
+        model.turned_classes = turned_classes
+        return model.to(self.compute.device)
 
     def warn_if_full(self, listen: Listener) -> None:
         """Tell that hardly any weight is left to learn with."""
@@ -114,5 +130,9 @@ def within_tasks(outputs: list[Outputs]) -> Tensor:
     return torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
 
 
-def _joined(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
+def _mean(parts: list[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0]) / len(parts)
+
+
+def _united(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
     return claim if used is None or claim is None else torch.maximum(used, claim)

@@ -114,7 +114,7 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
     recipe = lessons[0].recipe
     for lesson in lessons:
         lesson.bank.warn_if_full(lesson.listen)
-    models = [lesson.bank.new_task(lesson.own, lesson.all_outputs, lesson.generator) for lesson in lessons]
+    models = [_new_task(lesson) for lesson in lessons]
     objective = BankObjective([lesson.bank for lesson in lessons], models, recipe.batch_size)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
@@ -137,6 +137,10 @@ def _learn_side_by_side(lessons: list[Lesson]) -> None:
         lesson.bank.add(model)
         _finish(lesson, technique)
         lesson.listen(Event("capacity", lesson.bank.capacity()))
+
+
+def _new_task(lesson: Lesson) -> TaskModel:
+    return lesson.bank.new_task(lesson.own, lesson.all_outputs, lesson.generator, lesson.turned_classes)
 
 
 @torch.no_grad()

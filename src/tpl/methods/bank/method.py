@@ -84,8 +84,8 @@ class BankMethod(Method):
         return None
 
     def passes(self, common: Tensor | None = None) -> float:
-        """Task models asked about an image, on average over images with these `common_features`."""
-        return float(len(self.bank.tasks))
+        """Passes through task models for an answer, on average over images with these `common_features`."""
+        return float(len(self.bank.tasks) * len(self.bank.looks))
 
     def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
         """Features and logits of some tasks, each of the images it is asked about."""

@@ -16,6 +16,8 @@ from tpl.nets import Encoder, Trainable, Weights
 class TaskModel(nn.Module):
     """What one task owns; `embedding` is what the protection keeps of it."""
 
+    turned_classes = False  # whether the last outputs stand for the classes, turned by one, two, three quarters
+
     def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
         self.embedding = nn.Parameter(embedding, requires_grad=embedding.is_floating_point())
@@ -24,13 +26,22 @@ class TaskModel(nn.Module):
         self.head_bias = nn.Parameter(head_bias)
         self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
 
-    def own_head(self) -> tuple[Tensor, Tensor]:
-        """Weights and biases of the task's own classes."""
-        return self.head_weight[: self.own].detach(), self.head_bias[: self.own].detach()
+    def own_head(self, quarters: int = 0) -> tuple[Tensor, Tensor]:
+        """Weights and biases of the task's own classes, or of these turned by so many quarters."""
+        first = self._first_output(quarters)
+        rows = slice(first, first + self.own)
+        return self.head_weight[rows].detach(), self.head_bias[rows].detach()
+
+    def _first_output(self, quarters: int) -> int:
+        return len(self.head_bias) - (4 - quarters) * self.own if quarters else 0
 
     def drop(self, row: int) -> None:
-        """Remove one output of the head."""
-        kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
+        """Remove one output of the head; one of the task's classes goes with its turned ones."""
+        rows = [row]
+        if self.turned_classes and row < self.own:
+            rows += [self._first_output(quarters) + row for quarters in (1, 2, 3)]
+        kept = torch.ones(len(self.head_bias), dtype=torch.bool, device=self.head_bias.device)
+        kept[rows] = False
         self.own -= row < self.own
         for name in ("head_weight", "head_bias"):
             setattr(self, name, nn.Parameter(getattr(self, name).detach()[kept], requires_grad=False))

@@ -165,8 +165,9 @@ class MemoryBank(BankMethod):
         self.bank.restart(shared.get("retired"))
         self.held_, self.memory_outputs_, self._held_scores = [], [], None
         for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):
-            model = [own[k] for k in ("embedding", "norms", "head_weight", "head_bias")]
-            self.bank.add(TaskModel(len(classes), *model))
+            model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
+            model.turned_classes = self.config.turned_classes
+            self.bank.add(model)
             features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
             labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))
             self.held_.append(HeldOut(features, labels))

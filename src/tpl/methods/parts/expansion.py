@@ -1,13 +1,13 @@
 """A network that grows: one feature extractor a task, over one frozen trunk.
 
-An extractor is a set of adapters and layer norms. While a task is learned, the newest one moves and all older ones
-stand still; the classifier reads their features side by side, `[n, extractors * dim]`. So nothing that an old extractor
-says is ever forgotten, and every image takes one pass through the trunk for each task.
+An extractor is a set of adapters and layer norms, or all kernels and norms of a network without a trunk. While a task
+is learned, the newest one moves and all older ones stand still; the classifier reads their features side by side,
+`[n, extractors * dim]`. So nothing that an old extractor says is ever forgotten, and every image takes one pass for
+each task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,30 +18,35 @@ from tpl.engine import Compute
 from tpl.errors import TplError
 from tpl.methods.parts.network import Network, NetworkConfig
 from tpl.methods.parts.rehearsal import RehearsalMethod
-from tpl.nets import AdapterStack, Encoder
+from tpl.nets import Encoder
 from tpl.state import State
 
 HEAD = ("head_weight", "head_bias")
 
 
 class Extractor(NamedTuple):
-    """What one task adds to the trunk."""
+    """What one task adds to the trunk: its norms, and its weights by name, in the order that an encoder takes."""
 
     norms: Tensor
-    adapters: AdapterStack
+    named: dict[str, Tensor]
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weights alone."""
+        return tuple(self.named.values())
 
     def copy(self) -> Extractor:
         """The same numbers in tensors of their own, without gradients."""
-        return Extractor(self.norms.detach().clone(), AdapterStack(*(w.detach().clone() for w in self.adapters)))
+        return Extractor(self.norms.detach().clone(), {k: w.detach().clone() for k, w in self.named.items()})
 
     def state(self) -> dict[str, Tensor]:
         """Its tensors by name."""
-        return {"norms": self.norms.detach()} | {k: w.detach() for k, w in self.adapters._asdict().items()}
+        return {"norms": self.norms.detach()} | {k: w.detach() for k, w in self.named.items()}
 
     @classmethod
-    def from_state(cls, state: dict[str, Tensor]) -> Extractor:
-        """The extractor that `state` came from."""
-        return cls(state["norms"], AdapterStack(**{k: state[k] for k in AdapterStack._fields}))
+    def of(cls, network: Network) -> Extractor:
+        """A network's own adapters or kernels, and norms."""
+        return cls(network.norms, dict(network.adapters.named_parameters()))
 
 
 class Head(NamedTuple):
@@ -77,7 +82,7 @@ class ExpandedNetwork(Network):
     @property
     def extractors(self) -> list[Extractor]:
         """All of them, in the order of their tasks."""
-        return [*self.frozen, Extractor(self.norms, AdapterStack(*self.adapters.weights))]
+        return [*self.frozen, Extractor.of(self)]
 
     def expand(self, generator: torch.Generator) -> None:
         """Freeze the newest extractor and go on with a copy of it, which the classifier reads by new columns.
@@ -93,8 +98,8 @@ class ExpandedNetwork(Network):
     def restart(self, extractor: Extractor) -> None:
         """Let the newest extractor begin as this one."""
         self.norms.copy_(extractor.norms)
-        for own, given in zip(self.adapters.weights, extractor.adapters, strict=True):
-            own.copy_(given)
+        for name, own in self.adapters.named_parameters():
+            own.copy_(extractor.named[name])
 
     @torch.no_grad()
     def load_head(self, weight: Tensor, bias: Tensor) -> None:
@@ -109,7 +114,7 @@ class ExpandedNetwork(Network):
     def features(self, images: Tensor) -> Tensor:
         """Features by all extractors, the newest last; gradients flow into that one."""
         with torch.no_grad():
-            fixed = [self.trunk[0](images, e.norms, e.adapters, dtype=self.compute.dtype) for e in self.frozen]
+            fixed = [self.trunk[0](images, e.norms, e.weights, dtype=self.compute.dtype) for e in self.frozen]
         return torch.cat([*fixed, self.newest_features(images)], dim=1)
 
 
@@ -124,7 +129,7 @@ class ExpansionMethod(RehearsalMethod):
 
     def features(self, pixels: Tensor) -> Tensor:
         """What every extractor says of uint8 images, side by side, `[n, extractors * dim]`."""
-        return torch.cat([self.adapted_features(pixels, e.norms, *e.adapters) for e in self.network.extractors], dim=1)
+        return torch.cat([self.adapted_features(pixels, e.norms, *e.weights) for e in self.network.extractors], dim=1)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far.
@@ -149,13 +154,11 @@ class ExpansionMethod(RehearsalMethod):
     def load_state(self, state: State) -> None:
         """Rebuild the extractors and the classifier."""
         self.network = network = self.new_network()
-        extractors = on_device(state.tasks, self.compute.device)
+        names, device = [name for name, _ in network.adapters.named_parameters()], self.compute.device
+        extractors = [
+            Extractor(own["norms"].to(device), {name: own[name].to(device) for name in names}) for own in state.tasks
+        ]
         if extractors:
             network.frozen = [extractor.copy() for extractor in extractors[:-1]]
             network.restart(extractors[-1])
         network.load_head(*(state.shared[name] for name in HEAD))
-
-
-def on_device(tasks: Sequence[dict[str, Tensor]], device: torch.device) -> list[Extractor]:
-    """The extractors of stored tasks."""
-    return [Extractor.from_state({k: v.to(device) for k, v in own.items()}) for own in tasks]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Batches, Compute, Inference, Listener, Objective, Recipe, Samples, batches_of_images, train
+from tpl.engine import Batches, Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder, unstacked
 from tpl.state import State
@@ -134,7 +134,7 @@ class NetworkMethod(Method):
         self,
         samples: Samples,
         listen: Listener,
-        objective: Objective | None = None,
+        objective: CrossEntropy | None = None,
         replay: Samples | None = None,
         recipe: Recipe | None = None,
         name: str = "training",
@@ -148,13 +148,13 @@ class NetworkMethod(Method):
         random numbers of one training of a task from those of another; all but the main one should be `silent`, as
         progress and speed are told once a task.
         """
-        recipe = recipe or self.config
+        recipe, objective = recipe or self.config, objective or CrossEntropy(self.network)
         moving = list(self.network.parameters()) if trainable is None else trainable
         with only(moving, self.network.parameters()):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
-            train(objective or CrossEntropy(self.network), optimiser, [batches], recipe, self.normalise, [listen])
-            self.network.settle(batches, self.normalise)
+            train(objective, optimiser, [batches], recipe, self.normalise, [listen])
+            objective.network.settle(batches, self.normalise)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
