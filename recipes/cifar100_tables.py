@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results/c100"
 BASELINES = RUNS / "baselines-vit-tiny-natural"
 PAGES = {
-    "results/README.md": ("tpl", "joint", "family", "beyond", "study", "baselines", "scores"),
+    "results/README.md": ("tpl", "joint", "family", "beyond", "study", "baselines", "scores", "scratch", "parts"),
     "README.md": ("summary",),
     "docs/beyond.md": ("answers", "kinds", "inference"),
     "docs/which-method.md": ("family", "answers", "memory"),
@@ -314,6 +314,38 @@ def scores_table() -> list[str]:
             yield [name, *cells]
 
     return table("variant | " + " | ".join(SETTINGS.values()), rows(), 1)
+
+
+def scratch_runs() -> Iterator[tuple[str, str, RunResult]]:
+    """Benchmark, method and run of every ResNet-18 from scratch, natural order."""
+    for benchmark in ("c100-10t", "c100-20t"):
+        for method in FAMILY:
+            place = RUNS / f"{benchmark}-resnet18-{method}-natural"
+            if place.is_dir():
+                yield benchmark, method, RunResult.read(place)
+
+
+def scratch_table() -> list[str]:
+    """ResNet-18 from scratch, beside the paper's."""
+
+    def rows() -> Iterator[list[str]]:
+        for benchmark, method, run in scratch_runs():
+            (paper,) = find_rows([f"resnet18/{method}/{benchmark}"])
+            found, used = run.summary, run.summary["capacity"]
+            cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til", "tp")]
+            full = [f"{100 * used[key]:.0f} %" for key in ("units", "frozen")]
+            name = [benchmark.upper(), method.upper(), str(run.description["options"]["epochs"])]
+            yield [*name, *cells, mean(auroc([run]), 1), f"{found['drift']:g}", *full, f"{paper.last:.1f}"]
+
+    head = " | | epochs | Last | AIA | TIL | task prediction | AUROC | drift | units in use | kernels frozen | paper's Last"
+    return table(head, rows(), 2)
+
+
+def parts_table() -> list[str]:
+    """TPL's score taken apart, ResNet-18 from scratch."""
+    found = [variants(RUNS / f"{benchmark}-resnet18-tpl-natural") for benchmark in ("c100-10t", "c100-20t")]
+    cells = [[name, *(f"{100 * f[name]['last']:.2f} / {100 * f[name]['auroc']:.1f}" for f in found)] for name in found[0]]
+    return table("variant | C100-10T | C100-20T", iter(cells), 1)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
