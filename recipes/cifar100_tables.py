@@ -306,14 +306,13 @@ def memory_table() -> list[str]:
 
 def scores_table() -> list[str]:
     """Every variant of TPL's score on the same trained models, natural order."""
-    found = ablations()
+    return table("variant | " + " | ".join(SETTINGS.values()), score_rows(ablations()), 1)
 
-    def rows() -> Iterator[list[str]]:
-        for name in found[0]:
-            cells = [f"{100 * each[name]['last']:.2f} / {100 * each[name]['auroc']:.1f}" for each in found]
-            yield [name, *cells]
 
-    return table("variant | " + " | ".join(SETTINGS.values()), rows(), 1)
+def score_rows(found: list[dict[str, dict[str, Any]]]) -> Iterator[list[str]]:
+    """Last and AUROC of every variant, a column a model."""
+    for name in found[0]:
+        yield [name, *(f"{100 * each[name]['last']:.2f} / {100 * each[name]['auroc']:.1f}" for each in found)]
 
 
 def scratch_runs() -> Iterator[tuple[str, str, RunResult]]:
@@ -337,15 +336,17 @@ def scratch_table() -> list[str]:
             name = [benchmark.upper(), method.upper(), str(run.description["options"]["epochs"])]
             yield [*name, *cells, mean(auroc([run]), 1), f"{found['drift']:g}", *full, f"{paper.last:.1f}"]
 
-    head = " | | epochs | Last | AIA | TIL | task prediction | AUROC | drift | units in use | kernels frozen | paper's Last"
+    head = (
+        " | | epochs | Last | AIA | TIL | task prediction | AUROC | drift | units in use | kernels frozen | "
+        "paper's Last"
+    )
     return table(head, rows(), 2)
 
 
 def parts_table() -> list[str]:
     """TPL's score taken apart, ResNet-18 from scratch."""
     found = [variants(RUNS / f"{benchmark}-resnet18-tpl-natural") for benchmark in ("c100-10t", "c100-20t")]
-    cells = [[name, *(f"{100 * f[name]['last']:.2f} / {100 * f[name]['auroc']:.1f}" for f in found)] for name in found[0]]
-    return table("variant | C100-10T | C100-20T", iter(cells), 1)
+    return table("variant | C100-10T | C100-20T", score_rows(found), 1)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
