@@ -247,7 +247,8 @@ def test_what_this_program_lacks() -> None:
     assert obstacle(row("encoders/vit-tiny/average")) is None
     assert obstacle(row("main/tpl/c10-5t")) == "no encoder deit_small_611"
     assert obstacle(row("resnet18/tpl/c100-10t")) is None
-    assert obstacle(row("resnet18/der/c100-10t")) == "no der without pre-training"
+    assert obstacle(row("resnet18/der/c100-10t")) is None
+    assert obstacle(row("resnet18/owm/c100-10t")) == "no owm without pre-training"
     assert obstacle(Row("x", "x", "x", "tpl", ENCODER, "nonsense", {})) == "no benchmark nonsense"
     assert obstacle(Row("x", "x", "x", "nonsense", ENCODER, "c10-5t", {})) == "no method nonsense"
     strange = Row("x", "x", "x", "tpl", ENCODER, "c10-5t", {}, {"nonsense": 1})

@@ -41,9 +41,10 @@ class ProjectedGradient(CrossEntropy):
 
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """The loss of the batch's first half; the gradient of the second, replayed one is kept beside it."""
-        (fresh, stored), (new, old) = images.chunk(2), labels[0].chunk(2)
-        self.reference = torch.autograd.grad(F.cross_entropy(self.network(stored), old), self.parameters)
-        return F.cross_entropy(self.network(fresh), new).unsqueeze(0)
+        # In one pass: batch norms must see in training what statistics they answer by, both halves together.
+        (fresh, stored), (new, old) = self.network(images).chunk(2), labels[0].chunk(2)
+        self.reference = torch.autograd.grad(F.cross_entropy(stored, old), self.parameters, retain_graph=True)
+        return F.cross_entropy(fresh, new).unsqueeze(0)
 
     def after_backward(self, progress: Tensor) -> None:
         """Take out of the gradient what points against the stored images."""

@@ -81,6 +81,10 @@ class PassLoss(CrossEntropy):
         """Random numbers a step."""
         return self.config.batch_size * (1 + self.prototypes.shape[1]) if self.teacher is not None else 0
 
+    def shown(self, images: Tensor) -> Tensor:
+        """Every image four times."""
+        return rotated(images)
+
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """The loss of one batch."""
         network, config = self.network, self.config

@@ -28,6 +28,10 @@ class NetworkConfig(Recipe):
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
 
 
+def _as_they_are(images: Tensor) -> Tensor:
+    return images
+
+
 class Network(nn.Module):
     """An encoder, what is trained in it without masks, its norms, and a linear head that grows."""
 
@@ -67,11 +71,13 @@ class Network(nn.Module):
         return z
 
     @torch.no_grad()
-    def settle(self, batches: Batches, normalise: Callable[[Tensor], Tensor]) -> None:
-        """Give batch norms the statistics of the images just trained on."""
+    def settle(
+        self, batches: Batches, normalise: Callable[[Tensor], Tensor], shown: Callable[[Tensor], Tensor] = _as_they_are
+    ) -> None:
+        """Give batch norms the statistics of the images just trained on, as they were shown to it."""
         encoder = self.trunk[0]
         if encoder.batch_norms:
-            images = batches_of_images(batches, normalise)
+            images = (shown(batch) for batch in batches_of_images(batches, normalise))
             self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
@@ -88,6 +94,10 @@ class CrossEntropy:
 
     def __init__(self, network: Network) -> None:
         self.network = network
+
+    def shown(self, images: Tensor) -> Tensor:
+        """The images of a batch as the network gets to see them."""
+        return images
 
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """Cross-entropy of one batch; there is one network."""
@@ -154,7 +164,7 @@ class NetworkMethod(Method):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
             train(objective, optimiser, [batches], recipe, self.normalise, [listen])
-            objective.network.settle(batches, self.normalise)
+            objective.network.settle(batches, self.normalise, objective.shown)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
