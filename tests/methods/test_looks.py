@@ -12,12 +12,14 @@ from torch import Tensor
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
-from tpl.engine import silent
+from tpl.engine import choose_compute, silent
 from tpl.errors import TplError
 from tpl.export.file import export_onnx
 from tpl.methods import learn_together
 from tpl.methods.bank.looks import LOOKS, UPRIGHT
+from tpl.methods.pass_ import PASS, PASSConfig
 from tpl.methods.tpl import TPL, TPLConfig
+from tpl.nets import create_encoder
 from tpl.stream import Stream
 
 OPTIONS = {"encoder": SMALL_VIT, "latent": 8, "epochs": 2, "batch_size": 8, "lr": 0.05, "memory": 24}
@@ -125,6 +127,17 @@ def test_looks_do_not_change_what_is_trained_and_are_no_twins(small_stream: Stre
 def test_turned_looks_want_turned_classes(looks: str) -> None:
     with pytest.raises(TplError, match=f"looks={looks} reads the outputs for turned images: train with turned_classes"):
         TPLConfig(looks=looks)
+
+
+def test_images_that_are_not_square_cannot_be_turned() -> None:
+    encoder = create_encoder("compact")
+    encoder.data_config = encoder.data_config | {"input_size": (3, 32, 64)}
+    compute = choose_compute("cpu")
+    TPL(encoder, TPLConfig(), compute)
+    with pytest.raises(TplError, match="turned_classes=true turns images; 'compact' takes none that are square"):
+        TPL(encoder, TPLConfig(turned_classes=True), compute)
+    with pytest.raises(TplError, match="PASS turns images"):
+        PASS(encoder, PASSConfig(), compute)
 
 
 def test_where_one_look_is_all_there_is_it_says_so(learner: Learner, tmp_path: Path) -> None:

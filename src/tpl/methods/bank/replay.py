@@ -37,7 +37,7 @@ class MemoryConfig(ProtectConfig, Recipe):
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
     memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
     turned_classes: bool = option(
-        False, "also train on new images turned by 90, 180 or 270 degrees, as classes that nobody answers with"
+        False, "also train on new images turned by 90, 180 or 270 degrees, as classes that no answer names"
     )
 
 
@@ -56,6 +56,8 @@ class MemoryBank(BankMethod):
         technique: type[Technique] = Technique,
     ) -> None:
         super().__init__(encoder, config, compute, seed)
+        if config.turned_classes and self.preprocess.height != self.preprocess.width:
+            raise TplError(f"turned_classes=true turns images; '{encoder.name}' takes none that are square.")
         self.memory = Memory(self.memory_budget, config.memory_policy, seed)
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []
