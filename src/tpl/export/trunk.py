@@ -95,7 +95,10 @@ def _adapters(method: TPL, networks: int, dtype: torch.dtype) -> list[Adapter]:
         masks += [torch.zeros_like(masks[0])] * bare
         down, up = (part.to(dtype)[:, None, None] for part in shared.split(torch.stack(masks)))
         rows = zip(shared.to(dtype).layers(), down.unbind(3), up.unbind(3), strict=True)
-        return [Adapter(_turned(w.down_weight), w.down_bias, d, _turned(w.up_weight), w.up_bias, u) for w, d, u in rows]
+        return [
+            Adapter(_transposed(w.down_weight), w.down_bias, d, _transposed(w.up_weight), w.up_bias, u)
+            for w, d, u in rows
+        ]
     folded = [  # masks of weights: weights of its own for each network
         AdapterStack(*bank.protection.finished(bank.adapters.weights, model.embedding.detach())) for model in models
     ]
@@ -104,12 +107,12 @@ def _adapters(method: TPL, networks: int, dtype: torch.dtype) -> list[Adapter]:
     stacked = [AdapterStack(*(torch.stack(parts).detach() for parts in zip(*each, strict=True))) for each in layers]
     return [
         Adapter(
-            _turned(w.down_weight).unsqueeze(1), w.down_bias[:, None, None], None,
-            _turned(w.up_weight).unsqueeze(1), w.up_bias[:, None, None], None,
+            _transposed(w.down_weight).unsqueeze(1), w.down_bias[:, None, None], None,
+            _transposed(w.up_weight).unsqueeze(1), w.up_bias[:, None, None], None,
         )
         for w in stacked
     ]  # fmt: skip
 
 
-def _turned(weight: Tensor) -> Tensor:
+def _transposed(weight: Tensor) -> Tensor:
     return weight.mT.contiguous()

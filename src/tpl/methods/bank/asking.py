@@ -19,7 +19,7 @@ from tpl.engine import Compute, Inference, records
 from tpl.engine.infer import BLOCK, Recording
 from tpl.methods.bank.models import TaskModels
 from tpl.nets import Encoder, ViTEncoder, unstacked
-from tpl.nets.turned import Part, TurnedTask, TurnedTrunk
+from tpl.nets.transposed import Part, TransposedTask, TransposedTrunk
 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
@@ -118,30 +118,30 @@ class Shared(Asking):
 
 
 class OnCPU(Shared):
-    """With weights turned over, and each task's closed units left out."""
+    """With weights transposed, and each task's closed units left out."""
 
     def __init__(self, bank: TaskModels, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
-        self._trunk: TurnedTrunk | None = None
-        self._tasks: dict[int, tuple[Stamp, TurnedTask]] = {}
+        self._trunk: TransposedTrunk | None = None
+        self._tasks: dict[int, tuple[Stamp, TransposedTask]] = {}
 
     def passes(self, pieces: list[Piece], tokens: int) -> Iterator[list[Piece]]:
         """As many rows as keep all threads busy."""
         return _grouped(pieces, max(TOKENS // tokens, 1))
 
     def ask(self, tokens: Tensor, pieces: list[Piece]) -> Tensor:
-        """A pass through the turned trunk."""
+        """A pass through the transposed trunk."""
         if self._trunk is None:  # not before somebody asks: it takes as much memory again as the encoder
-            self._trunk = TurnedTrunk(self.encoder)
+            self._trunk = TransposedTrunk(self.encoder)
         parts = [Part(self._task(piece.task), len(piece.rows)) for piece in pieces]
         return self._trunk(tokens[torch.cat([piece.rows for piece in pieces])], parts)
 
-    def _task(self, task: int) -> TurnedTask:
+    def _task(self, task: int) -> TransposedTask:
         stamp = Stamp(self.bank, task)
         found = self._tasks.get(task)
         if found is None or found[0] != stamp:
-            turned = TurnedTask.of(self.bank.tasks[task].norms, self.bank.weights(task))
-            self._tasks[task] = found = stamp, turned
+            transposed = TransposedTask.of(self.bank.tasks[task].norms, self.bank.weights(task))
+            self._tasks[task] = found = stamp, transposed
         return found[1]
 
 
@@ -198,8 +198,8 @@ def asking(bank: TaskModels, encoder: Encoder, compute: Compute) -> Asking:
     """How this encoder is best asked on this device."""
     if not isinstance(encoder, ViTEncoder):
         return OneByOne(bank)
-    turned = compute.device.type == "cpu" and compute.dtype == torch.float32 and TurnedTrunk.serves(encoder)
-    return OnCPU(bank, encoder) if turned else InRows(bank, encoder)
+    transposed = compute.device.type == "cpu" and compute.dtype == torch.float32 and TransposedTrunk.serves(encoder)
+    return OnCPU(bank, encoder) if transposed else InRows(bank, encoder)
 
 
 def _pieces(questions: Sequence[Question], start: int, count: int) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""A transformer laid out for answering on a CPU: weights turned over once, closed units left out.
+"""A transformer laid out for answering on a CPU: weights transposed once, closed units left out.
 
 Multiplying by a matrix that lies as `[in, out]` is up to five times faster on a CPU than by one that lies as
 `[out, in]`, the way torch keeps them, the more so the fewer the rows; and every row then has the same bits in any
@@ -20,7 +20,7 @@ from tpl.nets.blocks import is_standard
 from tpl.nets.encoder import ViTEncoder
 
 
-class Turned(NamedTuple):
+class Transposed(NamedTuple):
     """A linear layer: bias `[out]` and weight `[in, out]`."""
 
     bias: Tensor
@@ -36,44 +36,44 @@ class Turned(NamedTuple):
         return torch.addmm(self.bias, x, self.weight, out=room[: shape[0] * shape[1]].view(shape))
 
 
-class TurnedAdapter(NamedTuple):
+class TransposedAdapter(NamedTuple):
     """An adapter without its closed hidden units."""
 
-    down: Turned
-    up: Turned
+    down: Transposed
+    up: Transposed
 
     def __call__(self, y: Tensor) -> Tensor:
         """What the adapter adds to the branch `y`."""
         return self.up(self.down(y).relu_())
 
 
-class TurnedTask(NamedTuple):
+class TransposedTask(NamedTuple):
     """What one task brings along: its norms, and again as pairs of scale and shift, and its adapters."""
 
     norms: Tensor
     affines: list[tuple[Tensor, Tensor]]
-    adapters: list[TurnedAdapter]
+    adapters: list[TransposedAdapter]
 
     @classmethod
-    def of(cls, norms: Tensor, weights: Iterable[Tensor]) -> TurnedTask:
+    def of(cls, norms: Tensor, weights: Iterable[Tensor]) -> TransposedTask:
         """A task by its norms and the adapters' weights under its mask."""
         affines = list(zip(*norms.unbind(1), strict=True))
-        return cls(norms, affines, [_turned_adapter(layer) for layer in AdapterStack(*weights).layers()])
+        return cls(norms, affines, [_transposed_adapter(layer) for layer in AdapterStack(*weights).layers()])
 
 
 class Part(NamedTuple):
     """So many rows, one after the other, belong to this task."""
 
-    task: TurnedTask
+    task: TransposedTask
     rows: int
 
 
-class TurnedTrunk:
+class TransposedTrunk:
     """The frozen blocks of an encoder on a CPU, in float32."""
 
     def __init__(self, encoder: ViTEncoder) -> None:
         self.encoder = encoder
-        self.blocks = [TurnedBlock(block) for block in encoder.vit.blocks]
+        self.blocks = [TransposedBlock(block) for block in encoder.vit.blocks]
 
     @staticmethod
     def serves(encoder: ViTEncoder) -> bool:
@@ -95,14 +95,14 @@ class TurnedTrunk:
         return torch.cat([self.encoder.pooled(piece, part.task.norms) for piece, part in pieces])
 
 
-class TurnedBlock:
+class TransposedBlock:
     """One transformer block; layer scales are multiplied into the weights before them."""
 
     def __init__(self, block: Block) -> None:
         self.heads = int(block.attn.num_heads)
-        query, *both = (_turned(*each) for each in zip(*_in_three(block.attn.qkv), strict=True))
-        self.query, self.key_value = query, Turned(*(torch.cat(pair, dim=-1) for pair in zip(*both, strict=True)))
-        self.all = Turned(*(torch.cat(pair, dim=-1) for pair in zip(query, self.key_value, strict=True)))
+        query, *both = (_transposed(*each) for each in zip(*_in_three(block.attn.qkv), strict=True))
+        self.query, self.key_value = query, Transposed(*(torch.cat(pair, dim=-1) for pair in zip(*both, strict=True)))
+        self.all = Transposed(*(torch.cat(pair, dim=-1) for pair in zip(query, self.key_value, strict=True)))
         self.project = _scaled(block.attn.proj, block.ls1)
         self.widen, self.act, self.narrow = _scaled(block.mlp.fc1), _act(block), _scaled(block.mlp.fc2, block.ls2)
         self.eps = block.norm1.eps, block.norm2.eps
@@ -152,14 +152,14 @@ def _act(block: Block) -> Callable[[Tensor], Tensor]:
     return torch.ops.aten.gelu_ if usual else act
 
 
-def _turned_adapter(layer: AdapterStack) -> TurnedAdapter:
+def _transposed_adapter(layer: AdapterStack) -> TransposedAdapter:
     opened = (layer.down_weight != 0).any(dim=1) | (layer.down_bias != 0)  # the others say nothing, whatever they see
-    down = _turned(layer.down_bias[opened], layer.down_weight[opened])
-    return TurnedAdapter(down, _turned(layer.up_bias, layer.up_weight[:, opened]))
+    down = _transposed(layer.down_bias[opened], layer.down_weight[opened])
+    return TransposedAdapter(down, _transposed(layer.up_bias, layer.up_weight[:, opened]))
 
 
-def _turned(bias: Tensor, weight: Tensor) -> Turned:
-    return Turned(bias.detach().clone(), weight.detach().mT.contiguous())
+def _transposed(bias: Tensor, weight: Tensor) -> Transposed:
+    return Transposed(bias.detach().clone(), weight.detach().mT.contiguous())
 
 
 def _in_three(layer: nn.Linear) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -168,8 +168,8 @@ def _in_three(layer: nn.Linear) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     return bias.chunk(3), layer.weight.chunk(3)
 
 
-def _scaled(layer: nn.Linear, scale: nn.Module | None = None) -> Turned:
+def _scaled(layer: nn.Linear, scale: nn.Module | None = None) -> Transposed:
     """A layer with the layer scale that follows it."""
     gamma = getattr(scale, "gamma", torch.ones_like(layer.weight[:, 0]))
     bias = torch.zeros_like(gamma) if layer.bias is None else layer.bias
-    return _turned(bias * gamma, layer.weight * gamma.unsqueeze(1))
+    return _transposed(bias * gamma, layer.weight * gamma.unsqueeze(1))
