@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ SETTINGS = {
     "c100-20t-deit-tiny": "C100-20T, DeiT-tiny",
 }
 FAMILY = "tpl", "row", "more", "hat"
+SCRATCH = "c100-10t", "c100-20t"
 AUTO = "passes = auto, covered = 0.8"  # the default of `covered`
 
 
@@ -315,26 +317,18 @@ def score_rows(found: list[dict[str, dict[str, Any]]]) -> Iterator[list[str]]:
         yield [name, *(f"{100 * each[name]['last']:.2f} / {100 * each[name]['auroc']:.1f}" for each in found)]
 
 
-def scratch_runs() -> Iterator[tuple[str, str, RunResult]]:
-    """Benchmark, method and run of every ResNet-18 from scratch, natural order."""
-    for benchmark in ("c100-10t", "c100-20t"):
-        for method in FAMILY:
-            place = RUNS / f"{benchmark}-resnet18-{method}-natural"
-            if place.is_dir():
-                yield benchmark, method, RunResult.read(place)
-
-
 def scratch_table() -> list[str]:
     """ResNet-18 from scratch, beside the paper's."""
 
     def rows() -> Iterator[list[str]]:
-        for benchmark, method, run in scratch_runs():
+        for benchmark, method in product(SCRATCH, FAMILY):
             (paper,) = find_rows([f"resnet18/{method}/{benchmark}"])
-            found, used = run.summary, run.summary["capacity"]
-            cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til", "tp")]
-            full = [f"{100 * used[key]:.0f} %" for key in ("units", "frozen")]
-            name = [benchmark.upper(), method.upper(), str(run.description["options"]["epochs"])]
-            yield [*name, *cells, mean(auroc([run]), 1), f"{found['drift']:g}", *full, f"{paper.last:.1f}"]
+            for run in runs_of(f"{benchmark}-resnet18", method):
+                found, used = run.summary, run.summary["capacity"]
+                cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til", "tp")]
+                full = [f"{100 * used[key]:.0f} %" for key in ("units", "frozen")]
+                name = [benchmark.upper(), method.upper(), str(run.description["options"]["epochs"])]
+                yield [*name, *cells, mean(auroc([run]), 1), f"{found['drift']:g}", *full, f"{paper.last:.1f}"]
 
     head = (
         " | | epochs | Last | AIA | TIL | task prediction | AUROC | drift | units in use | kernels frozen | "
@@ -345,7 +339,7 @@ def scratch_table() -> list[str]:
 
 def parts_table() -> list[str]:
     """TPL's score taken apart, ResNet-18 from scratch."""
-    found = [variants(RUNS / f"{benchmark}-resnet18-tpl-natural") for benchmark in ("c100-10t", "c100-20t")]
+    found = [variants(RUNS / f"{benchmark}-resnet18-tpl-natural") for benchmark in SCRATCH]
     return table("variant | C100-10T | C100-20T", score_rows(found), 1)
 
 

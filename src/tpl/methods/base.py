@@ -69,6 +69,13 @@ class Method(ABC):
                 f"by {able}."
             )
 
+    def check_square(self, turning: str) -> None:
+        """Refuse an encoder whose images are not square, as they must be for what turns them."""
+        if self.preprocess.height != self.preprocess.width:
+            raise TplError(
+                f"{turning} turns images; '{self.encoder.name}' takes none that are square. Choose another encoder."
+            )
+
     def check_splits(self) -> None:
         """Refuse to be trained by several processes that share every batch, unless they end where one would.
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Event, Listener, Samples
+from tpl.engine import IGNORED, Compute, Event, Listener, Samples, batches_of_images
 from tpl.methods.base import register
 from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
@@ -106,7 +106,7 @@ class DERpp(NetworkMethod):
                 due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
                 if self.encoder.batch_norms:  # an answer goes by statistics, and those of training have moved since
                     batches = self.config.batches(new, replay, self.generator("statistics"), whole=True)
-                    self.network.settle(batches, self.normalise)
+                    self.network.settle(batches_of_images(batches, self.normalise))
                 noted[due] = self.logits(samples.pixels[admission.entering[due]])
             listen(event)
 

@@ -115,9 +115,7 @@ class HAT(MemoryBank):
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
-        training = self.generator("training")
-        turned = self.config.turned_classes
-        return Lesson(self.bank, samples, outliers, own, own, self.config, training, listen, turned)
+        return self.new_lesson(samples, outliers, own, own, listen)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
         """Stored images; before there are any, some of the task's own put out of joint, if so wanted.

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import IGNORED, Compute, Listener, Samples
-from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -118,8 +117,7 @@ class PASS(NetworkMethod):
 
     def __init__(self, encoder: Encoder, config: PASSConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
-        if self.preprocess.height != self.preprocess.width:
-            raise TplError(f"PASS turns images; '{encoder.name}' takes none that are square. Choose another encoder.")
+        self.check_square("PASS")
         self.prototypes = torch.zeros(0, encoder.dim, dtype=torch.float64, device=compute.device)
         self.radius = torch.zeros((), dtype=torch.float64, device=compute.device)
 

@@ -131,7 +131,7 @@ def within_tasks(outputs: list[Outputs]) -> Tensor:
 
 
 def _mean(parts: list[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0]) / len(parts)
+    return parts[0] if len(parts) == 1 else sum(parts[1:], parts[0]) / len(parts)
 
 
 def _united(used: Tensor | None, claim: Tensor | None) -> Tensor | None:

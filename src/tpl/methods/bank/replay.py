@@ -56,8 +56,8 @@ class MemoryBank(BankMethod):
         technique: type[Technique] = Technique,
     ) -> None:
         super().__init__(encoder, config, compute, seed)
-        if config.turned_classes and self.preprocess.height != self.preprocess.width:
-            raise TplError(f"turned_classes=true turns images; '{encoder.name}' takes none that are square.")
+        if config.turned_classes:
+            self.check_square("turned_classes=true")
         self.memory = Memory(self.memory_budget, config.memory_policy, seed)
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []
@@ -95,6 +95,11 @@ class MemoryBank(BankMethod):
     def memory_tasks(self, task_classes: list[tuple[str, ...]]) -> Tensor:
         """The task of every image in the memory."""
         return task_of_class(task_classes).to(self.compute.device)[self.memory.labels.to(self.compute.device)]
+
+    def new_lesson(self, samples: Samples, replay: Samples | None, own: int, outputs: int, listen: Listener) -> Lesson:
+        """A lesson for the bank by this method's own recipe."""
+        training, turned = self.generator("training"), self.config.turned_classes
+        return Lesson(self.bank, samples, replay, own, outputs, self.config, training, listen, turned)
 
     def replay_samples(self, label: int) -> Samples | None:
         """The memory's images, all with one label; None while it is empty."""
@@ -185,6 +190,4 @@ class ReplayBank(MemoryBank):
         own = len(task.classes)
         replay = self.replay_samples(own)
         outputs = own + (replay is not None)
-        training = self.generator("training")
-        turned = self.config.turned_classes
-        return Lesson(self.bank, samples, replay, own, outputs, self.config, training, listen, turned)
+        return self.new_lesson(samples, replay, own, outputs, listen)

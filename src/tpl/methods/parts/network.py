@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Batches, Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
+from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder, unstacked
 from tpl.state import State
@@ -26,10 +26,6 @@ class NetworkConfig(Recipe):
 
     latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
-
-
-def _as_they_are(images: Tensor) -> Tensor:
-    return images
 
 
 class Network(nn.Module):
@@ -71,13 +67,10 @@ class Network(nn.Module):
         return z
 
     @torch.no_grad()
-    def settle(
-        self, batches: Batches, normalise: Callable[[Tensor], Tensor], shown: Callable[[Tensor], Tensor] = _as_they_are
-    ) -> None:
-        """Give batch norms the statistics of the images just trained on, as they were shown to it."""
+    def settle(self, images: Iterable[Tensor]) -> None:
+        """Give batch norms the statistics of the images just trained on, batch by batch; others do not look at them."""
         encoder = self.trunk[0]
         if encoder.batch_norms:
-            images = (shown(batch) for batch in batches_of_images(batches, normalise))
             self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
@@ -164,7 +157,8 @@ class NetworkMethod(Method):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
             train(objective, optimiser, [batches], recipe, self.normalise, [listen])
-            objective.network.settle(batches, self.normalise, objective.shown)
+            seen = batches_of_images(batches, self.normalise)
+            objective.network.settle(objective.shown(images) for images in seen)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
