@@ -13,6 +13,7 @@ Python does in it, a branch or a number, gives other answers replayed than done 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tpl.engine import device as engine_device
+from tpl.engine import recording as engine_recording
 
 ELSEWHERE = torch.device("lazy", 0)
 aten = torch.ops.aten
@@ -70,6 +71,8 @@ class Tape:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Take down what is done, and refuse what cannot be. It shall not have been done: a GPU only takes notes."""
+        if gc.isenabled():
+            raise RuntimeError("an old recording could be freed now, and spoil this one")
         drawn = torch.get_rng_state()
         Tape.running = self
         try:
@@ -183,7 +186,7 @@ def elsewhere(recording: bool = False) -> Iterator[torch.device]:
     try:
         with ExitStack() as stack:
             if recording:
-                stack.enter_context(mock.patch.object(engine_device, "RECORDING", {ELSEWHERE.type}))
+                stack.enter_context(mock.patch.object(engine_recording, "RECORDING", {ELSEWHERE.type}))
                 stack.enter_context(mock.patch.multiple(torch.cuda, **STANDS_FOR))
             stack.enter_context(There())
             stack.enter_context(MadeThere())

@@ -154,6 +154,13 @@ def test_runs_with_other_settings_are_not_mixed_in() -> None:
     assert content["not_judged"][0]["options"]["epochs"] == 80
 
 
+def test_of_equally_many_orders_the_plainest_name_is_judged() -> None:
+    """A variant beside a run is named after what is different; that it is better does not count."""
+    runs = [make(last=0.99, place="runs/tpl-features", options={"epochs": 80}), make(last=0.7, place="runs/tpl")]
+    for given in (runs, runs[::-1]):
+        assert [group.runs[0].place.name for group in judge(row(), given, 0.5).used] == ["tpl"]
+
+
 def test_overrides_and_orders_choose_among_runs() -> None:
     runs = [make(last=0.9, options={"epochs": 80}), *(make(order, 0.7) for order in ORDERS)]
     assert judge(row(), runs, 0.5, {"epochs": 80}).findings[0].ours == pytest.approx(90.0)

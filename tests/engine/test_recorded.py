@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ def train_a_little(
     technique: type[Technique] = Technique,
     protect: str = "hat",
     encoder_name: str = "compact",
+    steps: int = 16,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """A plain network has a class for replayed images; a technique has none, and only some want to see them."""
     plain_head = technique is Technique
@@ -56,10 +58,11 @@ def train_a_little(
     feed = Feed([Batches(*own, numbers=numbers, whole=encoder.batch_norms) for own in batches], full=recorded)
     plain = Step(objective, optimiser, feed, normalise)
     step = RecordedStep(plain) if recorded else plain
-    for _ in range(4):  # three full batches and one of two images an epoch
-        for b, inputs in enumerate(feed.epoch()):
-            optimiser.scale_rate(1 - b / feed.steps)  # a recorded step must obey, too
-            step(torch.tensor(b / feed.steps, device="cuda"), inputs)
+    epochs = chain.from_iterable(feed.epoch() for _ in count())  # each three full batches and one of two images
+    for number, inputs in zip(range(steps), epochs, strict=False):
+        progress = number % feed.steps / feed.steps
+        optimiser.scale_rate(1 - progress)  # a recorded step must obey, too
+        step(torch.tensor(progress, device="cuda"), inputs)
     return [p.detach().clone() for p in objective.parameters()], plain.total.tolist()
 
 
@@ -94,14 +97,24 @@ def test_recorded_and_plain_steps_under_supermasks_give_the_same_numbers(precisi
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize(("encoder", "networks"), [("compact", 2), ("resnet18:8", 1)])
-def test_compiled_and_plain_steps_give_the_same_numbers(encoder: str, networks: int) -> None:
-    (plain, plain_loss), (compiled, compiled_loss) = (
-        train_a_little(c, "fp32", networks, compiled=c, encoder_name=encoder) for c in (False, True)
-    )
+def test_compiled_and_plain_steps_give_the_same_numbers() -> None:
+    (plain, plain_loss), (compiled, compiled_loss) = (train_a_little(c, "fp32", 2, compiled=c) for c in (False, True))
     assert plain_loss == pytest.approx(compiled_loss, rel=1e-3)
     for a, b in zip(plain, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_resnet_takes_the_plain_step() -> None:
+    """One step: batch norms and masks make a difference of 1e-7, rounding, one of 0.2 within 16 steps (on a CPU)."""
+
+    def weights(**options: Any) -> torch.Tensor:
+        parameters, _ = train_a_little(False, "fp32", encoder_name="resnet18:8", **options)
+        return torch.cat([p.flatten() for p in parameters])
+
+    start = weights(steps=0)
+    plain, compiled = (weights(steps=1, compiled=c) - start for c in (False, True))
+    assert (compiled - plain).norm() < 0.01 * plain.norm()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

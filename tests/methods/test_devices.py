@@ -6,6 +6,7 @@ recorded once and replayed does what it would do anew.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
 from tpl.engine import infer
+from tpl.engine.recording import recorded
 from tpl.methods import load_methods
 from tpl.methods.bank import asking
 from tpl.methods.bank.techniques import TECHNIQUES, cmg
@@ -115,7 +117,7 @@ def test_a_tape_does_the_same_with_other_numbers() -> None:
     with elsewhere(recording=True) as device:
         given, total = torch.ones(3, device=device), torch.zeros(3, device=device)
         tape = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(tape):
+        with recorded(tape):
             doubled = given * 2
             total += doubled
         assert total.tolist() == [0, 0, 0]  # noted, not done
@@ -136,5 +138,14 @@ def test_what_cannot_be_recorded_is_refused(step: Callable[[torch.Tensor], objec
     with elsewhere(recording=True) as device:
         far = torch.arange(3.0, device=device)
         step(far)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="not permitted"):
+        with recorded(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="not permitted"):
             step(far)
+
+
+def test_what_nobody_needs_is_freed_only_after_a_recording() -> None:
+    with elsewhere(recording=True):
+        with pytest.raises(RuntimeError, match="freed now"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        with pytest.raises(ZeroDivisionError), recorded(torch.cuda.CUDAGraph()):
+            raise ZeroDivisionError
+    assert gc.isenabled()

@@ -1,11 +1,12 @@
 """The training loop, inference, the gated optimiser, devices and progress events."""
 
 from tpl.engine.batches import IGNORED, Batches, Feed, Samples, Turns
-from tpl.engine.device import Compute, choose_compute, records
+from tpl.engine.device import Compute, choose_compute
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, silent
 from tpl.engine.infer import Inference
 from tpl.engine.optim import GatedSGD
+from tpl.engine.recording import records
 from tpl.engine.steps import Objective, RecordedStep, Step
 from tpl.engine.train import Recipe, batches_of_images, train
 

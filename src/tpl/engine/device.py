@@ -14,7 +14,6 @@ from tpl.errors import TplError
 PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
 SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
-RECORDING = {"cuda"}  # kinds of devices on which steps and answers can be recorded
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class Compute:
     def peak_memory(self) -> int | None:
         """The most bytes that tensors have taken on a GPU since then, all runs of this process together."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-
-def records(device: torch.device) -> bool:
-    """Whether steps and answers are recorded once on this device and replayed; all then have the same shapes."""
-    return device.type in RECORDING
 
 
 def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:

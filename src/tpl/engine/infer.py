@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tpl.engine.device import Compute, records
+from tpl.engine.device import Compute
+from tpl.engine.recording import recorded, records
 
 BLOCK = 256
 QUAD = 4  # on a CPU, products over a number of images that is no multiple of four take other paths
@@ -46,7 +47,7 @@ class Recording:
                 self.function(*self.static)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with recorded(self.graph):
             self.answer = self.function(*self.static)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpl.engine.batches import DRAWS, Feed, Inputs
 from tpl.engine.optim import GatedSGD
+from tpl.engine.recording import recorded
 
 
 class Objective(Protocol):
@@ -99,6 +100,6 @@ class RecordedStep:
         self.static = tuple(value.clone() for value in (progress, *inputs))
         self.step.optimiser.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recorded(graph):
             self.step(self.static[0], self.static[1:])
         self.graph = graph

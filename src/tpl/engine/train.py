@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.engine.batches import Batches, Feed, Samples, Turns
-from tpl.engine.device import records
 from tpl.engine.distributed import SharedStep, check_agreement, current
 from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
+from tpl.engine.recording import records
 from tpl.engine.steps import Objective, RecordedStep, Step
 from tpl.errors import TplError
 

@@ -123,12 +123,15 @@ def fits(run: Run, row: Row, wanted: Mapping[str, Any], orders: Sequence[str] | 
 
 
 def groups(runs: Iterable[Run]) -> list[Group]:
-    """Runs by their settings; the group with the most class orders first, never the one with the best numbers."""
+    """Runs by their settings; the group with the most class orders first, never the one with the best numbers.
+
+    Of equals, the one in the folder with the shortest name: a variant's name says what is different about it.
+    """
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.settings(), []).append(run)
     made = [Group(tuple(entries)) for entries in found.values()]
-    return sorted(made, key=lambda g: (-len(g.by_order()), -len(g.runs), str(g.runs[0].place)))
+    return sorted(made, key=lambda g: (-len(g.by_order()), -len(g.runs), len(g.runs[0].place.name), g.runs[0].place))
 
 
 def _read(place: Path) -> Run:
