@@ -1,6 +1,6 @@
 """The training loop, inference, the gated optimiser, devices and progress events."""
 
-from tpl.engine.batches import IGNORED, Batches, Feed, Samples, Turns
+from tpl.engine.batches import IGNORED, QUARTERS, Batches, Feed, Samples, Turns
 from tpl.engine.device import Compute, choose_compute
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, silent
@@ -12,6 +12,7 @@ from tpl.engine.train import Recipe, batches_of_images, train
 
 __all__ = [
     "IGNORED",
+    "QUARTERS",
     "Batches",
     "Compute",
     "Event",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's own word for it
+QUARTERS = (1, 2, 3)  # the turns of an image that are not none
 
 # Row numbers of new samples `[networks, n]`, of replayed ones, and random numbers `[networks, m]`; then, for each set
 # of new samples that is too large for the device, the pixels of its rows. Row n + i of n samples is the mirror image
@@ -46,6 +47,11 @@ class Turns(NamedTuple):
 
     first: int
     classes: int
+
+    @property
+    def outputs(self) -> int:
+        """How many these are."""
+        return len(QUARTERS) * self.classes
 
 
 class Batches:
@@ -189,7 +195,7 @@ class Feed:
             if network.crop:
                 images.copy_(moved(images, draw[: network.shifts].view(2, -1)[:, :upright]))
             if network.turns is not None:
-                number = 1 + (3 * draw[network.shifts :][: len(own)]).long()
+                number = 1 + (len(QUARTERS) * draw[network.shifts :][: len(own)]).long()
                 pixels[i, upright:] = turned(own, number)
                 parts.append(_turned_labels(parts[0], number, network.turns))
             labels.append(torch.cat(parts))
@@ -218,7 +224,7 @@ class Feed:
 
 def turned(pixels: Tensor, number: Tensor) -> Tensor:
     """Each image `[n, 3, size, size]` turned by so many quarters, one to three."""
-    choices = torch.stack([pixels.rot90(quarters, dims=(-2, -1)) for quarters in (1, 2, 3)])
+    choices = torch.stack([pixels.rot90(quarters, dims=(-2, -1)) for quarters in QUARTERS])
     return choices[number - 1, torch.arange(len(pixels), device=pixels.device)]
 
 

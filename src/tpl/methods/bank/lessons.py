@@ -59,7 +59,7 @@ class Lesson:
     @property
     def all_outputs(self) -> int:
         """How many outputs a head needs while it is trained."""
-        return self.outputs + (3 * self.own if self.turned_classes else 0)
+        return self.outputs + (self.turns.outputs if self.turns else 0)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tpl.engine import QUARTERS
+
 
 class Look(NamedTuple):
     """One look at images: mirrored or not, then turned by so many quarters."""
@@ -28,7 +30,8 @@ Looks = tuple[Look, ...]
 
 
 def _looks(mirrored: bool, turned: bool) -> Looks:
-    return tuple(Look(m, q) for q in range(4 if turned else 1) for m in ((False, True) if mirrored else (False,)))
+    sides = (False, True) if mirrored else (False,)
+    return tuple(Look(side, quarters) for quarters in ((0, *QUARTERS) if turned else (0,)) for side in sides)
 
 
 LOOKS: dict[str, Looks] = {

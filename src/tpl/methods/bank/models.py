@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tpl.engine import Compute
+from tpl.engine import QUARTERS, Compute
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.nets import Encoder, Trainable, Weights
@@ -33,13 +33,13 @@ class TaskModel(nn.Module):
         return self.head_weight[rows].detach(), self.head_bias[rows].detach()
 
     def _first_output(self, quarters: int) -> int:
-        return len(self.head_bias) - (4 - quarters) * self.own if quarters else 0
+        return len(self.head_bias) - (1 + len(QUARTERS) - quarters) * self.own if quarters else 0
 
     def drop(self, row: int) -> None:
         """Remove one output of the head; one of the task's classes goes with its turned ones."""
         rows = [row]
         if self.turned_classes and row < self.own:
-            rows += [self._first_output(quarters) + row for quarters in (1, 2, 3)]
+            rows += [self._first_output(quarters) + row for quarters in QUARTERS]
         kept = torch.ones(len(self.head_bias), dtype=torch.bool, device=self.head_bias.device)
         kept[rows] = False
         self.own -= row < self.own
