@@ -77,9 +77,9 @@ class RunProgress(_Watched):
         self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr: --json or not
 
     def _on_stage(self, data: dict[str, Any]) -> None:
-        mean = 100 * sum(data["cil"]) / len(data["cil"])
+        last = 100 * data["so_far"]["last"]
         self.stage = data["stage"] + 1
-        self._say(f"{mean:.1f} % right after task {self.stage} of {len(self.images)}{self.full}")
+        self._say(f"{last:.1f} % right after task {self.stage} of {len(self.images)}{self.full}")
         self.full = ""
         if self.bar is not None:
             self.progress.update(self.bar, completed=sum(self.images[: self.stage]))  # shares add up to almost 1
