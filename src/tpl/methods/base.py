@@ -173,13 +173,8 @@ class Method(ABC):
         The task's classes must be new (a cumulative method starts afresh instead). `held` are images of them that are
         not trained on.
         """
-        if held is None or not len(held):
-            with self.learning(task, listen) as samples:
-                self.learn_task(task, samples, listen)
-            return
-        with self._attempt():
-            self.learn(task, listen)
-            self.hold_out(held)
+        with self.learning(task, listen, held) as samples:
+            self.learn_task(task, samples, listen)
 
     def update(self, task: Task, held: Samples, listen: Listener = silent) -> None:
         """Take up more images of known classes, or stay as before if that fails or is interrupted."""
@@ -223,7 +218,7 @@ class Method(ABC):
         return torch.tensor(numbers, device=samples.labels.device)[samples.labels]
 
     @contextmanager
-    def learning(self, task: Task, listen: Listener) -> Iterator[Samples]:
+    def learning(self, task: Task, listen: Listener, held: Samples | None = None) -> Iterator[Samples]:
         """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened."""
         known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
@@ -239,6 +234,8 @@ class Method(ABC):
                 self.task_classes_ = []
             yield samples
             self.task_classes_ = [*self.task_classes_, task.classes]
+            if held is not None and len(held):
+                self.hold_out(held)
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
