@@ -33,6 +33,7 @@ from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, t
 from tpl.engine.adam import Adam
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
+from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, as_vit
 from tpl.nets.prompts import prompted
 from tpl.state import State
@@ -62,25 +63,14 @@ class L2PConfig(Recipe):
         return Adam(parameters, self.lr, (self.momentum, 0.999), self.weight_decay)
 
 
-class Pool(nn.Module):
+class Pool(GrowingHead):
     """Keys, prompts, and a linear head that grows."""
 
     def __init__(self, dim: int, config: L2PConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.keys = nn.Parameter(torch.empty(config.pool, dim).uniform_(-1, 1, generator=generator))
         self.prompts = nn.Parameter(torch.empty(config.pool, config.length, dim).uniform_(-1, 1, generator=generator))
-        self.head_weight, self.head_bias = nn.Parameter(torch.zeros(0, dim)), nn.Parameter(torch.zeros(0))
-
-    def set_head(self, weight: Tensor, bias: Tensor) -> None:
-        """Replace the head, with other classes perhaps."""
-        self.head_weight, self.head_bias = nn.Parameter(weight), nn.Parameter(bias)
-
-    def grow(self, outputs: int, generator: torch.Generator) -> None:
-        """Add head rows for new classes."""
-        dim = self.head_weight.shape[1]
-        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
-        weight, bias = self.head_weight.detach(), self.head_bias.detach()
-        self.set_head(torch.cat([weight, rows.to(weight)]), F.pad(bias, (0, outputs)))
+        self.new_head(dim)
 
 
 def choose(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -166,8 +156,7 @@ class L2P(Method):
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's row of the head."""
-        kept = torch.arange(len(self.pool.head_bias), device=self.compute.device) != number
-        self.pool.set_head(self.pool.head_weight.detach()[kept], self.pool.head_bias.detach()[kept])
+        self.pool.drop(number)
 
     def state(self) -> State:
         """Everything is shared: there is one pool."""

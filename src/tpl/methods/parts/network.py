@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
+from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, unstacked
 from tpl.state import State
 from tpl.stream import Task
@@ -28,7 +29,7 @@ class NetworkConfig(Recipe):
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
 
 
-class Network(nn.Module):
+class Network(GrowingHead):
     """An encoder, what is trained in it without masks, its norms, and a linear head that grows."""
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
@@ -37,22 +38,8 @@ class Network(nn.Module):
         self.compute = compute
         self.adapters = encoder.new_adapters(config.latent, generator)
         self.norms = nn.Parameter(encoder.new_norms(), requires_grad=config.train_norms)
-        self.head_weight = nn.Parameter(torch.zeros(0, encoder.dim))
-        self.head_bias = nn.Parameter(torch.zeros(0))
+        self.new_head(encoder.dim)
         self.to(compute.device)
-
-    def grow(self, outputs: int, generator: torch.Generator) -> None:
-        """Add head rows for new classes; old rows and biases stay as they are."""
-        dim = self.head_weight.shape[1]
-        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
-        self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
-        self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
-
-    def drop(self, row: int) -> None:
-        """Remove one class's row of the head."""
-        kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
-        self.head_weight = nn.Parameter(self.head_weight.detach()[kept])
-        self.head_bias = nn.Parameter(self.head_bias.detach()[kept])
 
     def copy(self) -> Self:
         """A frozen copy, to teach what this network says now; the trunk is shared."""
