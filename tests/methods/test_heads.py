@@ -107,6 +107,18 @@ def test_the_first_tasks_head_gets_an_output_for_others_and_later_ones_keep_thei
     assert torch.equal(model.head_weight, weight)  # a copy
 
 
+@pytest.mark.parametrize("outputs", [2, 3])
+def test_outputs_for_turned_images_are_not_taken_for_others(outputs: int) -> None:
+    """They come last: without them, a head of a turned task is what it would be anyway."""
+    g = random()
+    weight, bias = torch.randn(outputs + 6, 5, generator=g), torch.randn(outputs + 6, generator=g)
+    plain = TaskModel(2, torch.zeros(1), torch.zeros(1), weight[:outputs].clone(), bias[:outputs].clone())
+    turned = TaskModel(2, torch.zeros(1), torch.zeros(1), weight.clone(), bias.clone())
+    turned.turned_classes = True
+    for expected, found in zip(head_with_others(plain, random(1)), head_with_others(turned, random(1)), strict=True):
+        assert torch.equal(expected, found)
+
+
 def test_heads_joined_and_apart_are_the_same() -> None:
     heads = [some_heads(1, 3, seed=s) for s in range(4)]
     together = joined(heads)

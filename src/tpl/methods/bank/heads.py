@@ -73,7 +73,7 @@ def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Genera
 
 def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
     """A copy of a task's head with an output for others; the first task, trained without, gets a new one."""
-    weight, bias = model.head_weight.detach(), model.head_bias.detach()
+    weight, bias = model.upright_head()
     if len(bias) == model.own:
         bound = weight.shape[1] ** -0.5
         row = torch.empty(1, weight.shape[1] + 1).uniform_(-bound, bound, generator=generator).to(weight.device)

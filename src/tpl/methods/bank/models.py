@@ -32,6 +32,11 @@ class TaskModel(nn.Module):
         rows = slice(first, first + self.own)
         return self.head_weight[rows].detach(), self.head_bias[rows].detach()
 
+    def upright_head(self) -> tuple[Tensor, Tensor]:
+        """The same of the task's own classes and of others, without those for turned images."""
+        count = self._first_output(QUARTERS[0]) if self.turned_classes else len(self.head_bias)
+        return self.head_weight[:count].detach(), self.head_bias[:count].detach()
+
     def _first_output(self, quarters: int) -> int:
         return len(self.head_bias) - (1 + len(QUARTERS) - quarters) * self.own if quarters else 0
 
