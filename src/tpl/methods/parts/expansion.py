@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tpl.engine import Compute
 from tpl.errors import TplError
+from tpl.methods.parts.head import new_rows
 from tpl.methods.parts.network import Network, NetworkConfig
 from tpl.methods.parts.rehearsal import RehearsalMethod
 from tpl.nets import Encoder
@@ -67,7 +68,7 @@ class Head(NamedTuple):
     def new(cls, outputs: int, network: Network, generator: torch.Generator, extractors: int = 1) -> Head:
         """One that is not trained yet, over the features of one extractor, or of several side by side."""
         dim, device = extractors * network.trunk[0].dim, network.norms.device
-        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+        rows = new_rows(outputs, dim, generator)
         return cls(rows.to(device).requires_grad_(), torch.zeros(outputs, device=device).requires_grad_())
 
 

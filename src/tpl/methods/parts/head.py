@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def new_rows(outputs: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Weights that are not trained yet, drawn as torch's own linear layer has them."""
+    return torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
 
 
 class GrowingHead(nn.Module):
@@ -18,8 +23,7 @@ class GrowingHead(nn.Module):
 
     def grow(self, outputs: int, generator: torch.Generator) -> None:
         """Add rows for new classes; old rows and biases stay as they are."""
-        dim = self.head_weight.shape[1]
-        rows = torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+        rows = new_rows(outputs, self.head_weight.shape[1], generator)
         self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
         self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
 
