@@ -219,7 +219,10 @@ class Method(ABC):
 
     @contextmanager
     def learning(self, task: Task, listen: Listener, held: Samples | None = None) -> Iterator[Samples]:
-        """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened."""
+        """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened.
+
+        The last of it is to note what the new model says of the `held` images.
+        """
         known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
             raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must bring new classes only.")

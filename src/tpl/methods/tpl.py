@@ -67,7 +67,10 @@ class TPLConfig(RatioConfig, MemoryConfig):
         if self.memory_kind != IMAGES and self.in_task == "knn":
             raise TplError(f"in_task=knn compares with stored images; memory_kind={self.memory_kind} keeps none.")
         if any(look.quarters for look in LOOKS[self.looks]) and not self.turned_classes:
-            raise TplError(f"looks={self.looks} reads the outputs for turned images: train with turned_classes=true.")
+            raise TplError(
+                f"looks={self.looks} reads the outputs for turned images: train with turned_classes=true, or choose "
+                "looks=upright or mirrored."
+            )
 
 
 @register
