@@ -95,16 +95,19 @@ def test_with_other_masks_too(how: type[OnCPU | InRows], options: dict[str, Any]
     assert_close(by_bank(bank, pixels[:5]), by_loop(bank, pixels[:5]))
 
 
-def test_a_pair_has_the_same_bits_in_any_company(compact: Bank, pixels: Tensor) -> None:
+def test_a_pair_has_the_same_answer_in_any_company(compact: Bank, pixels: Tensor) -> None:
+    """Up to rounding, and in the same company every time: bit for bit."""
     together = by_bank(compact, pixels)
-    assert torch.equal(compact.outputs(pixels, 1).features, together[1])
+    assert all(torch.equal(a, b) for a, b in zip(by_bank(compact, pixels), together, strict=True))
+    assert_close([compact.outputs(pixels, 1).features], together[1:2])
     for i in (0, 7, 255, 260):
         alone = pixels[i : i + 1]
-        assert all(torch.equal(a[0], b[i]) for a, b in zip(by_bank(compact, alone), together, strict=True))
-        assert torch.equal(compact.outputs(alone, 1).features[0], together[1][i])
+        assert_close([a[0] for a in by_bank(compact, alone)], [b[i] for b in together])
+        assert_close([compact.outputs(alone, 1).features[0]], [together[1][i]])
     rows = [torch.tensor([3, 4, 200, 258]), torch.tensor([], dtype=torch.long), torch.tensor([260])]
     asked = compact.answers(pixels, [Question(t, own) for t, own in enumerate(rows)])
-    assert all(torch.equal(seen.features, together[t][rows[t]]) for t, seen in enumerate(asked))
+    filled = [t for t, own in enumerate(rows) if len(own)]
+    assert_close([asked[t].features for t in filled], [together[t][rows[t]] for t in filled])
     assert [len(seen.logits) for seen in asked] == [4, 0, 1]
 
 

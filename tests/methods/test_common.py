@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from common_checks import *  # noqa: F403 (the tests)
-from common_checks import FAMILY, Case
+from common_checks import FAMILY, HAT_FROM_SCRATCH, Case
 from tpl.methods.bank.techniques import TECHNIQUES, cmg
 
 CASES: dict[str, Case] = {name: (name, {}) for name in FAMILY}
@@ -15,9 +15,7 @@ CASES["tpl"] = ("tpl", {"encoder": "compact"})  # what everybody starts with
 CASES |= {f"hat, {name}": ("hat", {"technique": name}) for name in TECHNIQUES if name != "none"}
 CASES["tpl, supsup"] = ("tpl", {"protect": "supsup"})
 # From scratch, more and smaller steps are worth more than passes.
-CASES |= {
-    f"resnet18, {name}": (name, {"encoder": "resnet18:8", "batch_size": 4, "epochs": 2}) for name in ("tpl", "hat")
-}
+CASES |= {"resnet18, tpl": ("tpl", HAT_FROM_SCRATCH[1]), "resnet18, hat": HAT_FROM_SCRATCH}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from handwriting import digits
+from tensors import differences, tensors_of
 from tpl import Learner, Task, TplError
 from tpl.bench.evaluate import Evaluator
 from tpl.engine import silent
@@ -78,6 +79,7 @@ def test_answers_survive_storage_and_do_not_depend_on_the_batch(
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu")
     assert torch.equal(again.method.log_probabilities(pixels), answers)
+    assert differences(tensors_of(again.method), tensors_of(learner.method)) == []
     truth = torch.arange(6).repeat_interleave(2)
     assert float((answers.argmax(dim=1) == truth).double().mean()) > 0.5  # chance is 1/6
 

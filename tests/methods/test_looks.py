@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from small_encoder import SMALL_VIT
+from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
 from tpl.engine import choose_compute, silent
@@ -95,6 +96,7 @@ def test_an_answer_does_not_depend_on_the_batch_and_survives_saving(
     learner.save(tmp_path / "model")
     again = method_of(Learner.load(tmp_path / "model", device="cpu"))
     assert torch.equal(again.log_probabilities(probe), answer)
+    assert differences(tensors_of(again), tensors_of(learner.method)) == []
     assert again.bank.looks == LOOKS["both"] and again.passes() == 16
 
 

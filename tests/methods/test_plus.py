@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from small_encoder import SMALL_VIT
+from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.base import task_of_class
@@ -111,6 +112,7 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu").method
     torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
+    assert differences(tensors_of(again), tensors_of(method)) == []
     assert method.passes(common) == 1
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from small_encoder import SMALL_VIT
+from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.engine import Event
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
@@ -200,6 +201,7 @@ def test_saved_supermasks_give_identical_features(trained: Trained, tmp_path: Pa
     trained.learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu").method
     assert isinstance(again, TPL)
+    assert differences(tensors_of(again), tensors_of(trained.learner.method)) == []
     for t, before in enumerate(trained.seen[2]):
         assert torch.equal(again.bank.tasks[t].embedding, trained.bank.tasks[t].embedding)
         assert all(torch.equal(a, b) for a, b in zip(again.bank.outputs(trained.probe, t), before, strict=True))

@@ -11,7 +11,7 @@ from tpl.engine.device import Compute
 from tpl.engine.recording import recorded, records
 
 BLOCK = 256
-QUAD = 4  # on a CPU, products over a number of images that is no multiple of four take other paths
+QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
 
 
 class Recording:
@@ -55,9 +55,9 @@ class Inference:
     """`function(images, *weights)` over any number of images, block by block.
 
     Libraries choose kernels by the batch's size, and kernels round differently. So on a GPU every block is filled up to
-    one size, on a CPU to a multiple of four: an image's answer has the same bits alone and among thousands. As all of a
-    GPU's blocks are alike, they are replays of one recording; weights of the same shapes are inputs of it like the
-    images.
+    one size: an image's answer has the same bits alone and among thousands. As all of a GPU's blocks are alike, they
+    are replays of one recording; weights of the same shapes are inputs of it like the images. On a CPU blocks are
+    filled up to a multiple of four, which leaves the same bits on some CPUs and the same answer up to rounding on all.
     """
 
     def __init__(

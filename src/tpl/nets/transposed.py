@@ -1,8 +1,8 @@
 """A transformer laid out for answering on a CPU: weights transposed once, closed units left out.
 
 Multiplying by a matrix that lies as `[in, out]` is up to five times faster on a CPU than by one that lies as
-`[out, in]`, the way torch keeps them, the more so the fewer the rows; and every row then has the same bits in any
-company. Rows of one pass may belong to several tasks, part after part.
+`[out, in]`, the way torch keeps them, the more so the fewer the rows. Rows of one pass may belong to several tasks,
+part after part.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def logits_of(z: torch.Tensor) -> np.ndarray:
 def test_logitnorm_is_cross_entropy_of_logits_of_length_25() -> None:
     logits = logits_of(Z)
     expected = entropy(25 * logits / np.linalg.norm(logits, axis=1, keepdims=True), LABELS) / 25
-    assert float(LogitNorm(3, 4, 5, CPU).loss(Z, WEIGHT, BIAS, LABELS, torch.zeros(0))) == pytest.approx(expected)
+    found = float(LogitNorm(3, 4, 5, CPU).loss(Z, WEIGHT, BIAS, LABELS, torch.zeros(0)))
+    assert found == pytest.approx(expected, rel=1e-5)  # a small difference of large logits, in float32
 
 
 def test_logitnorm_gains_nothing_from_longer_logits() -> None:

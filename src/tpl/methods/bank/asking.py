@@ -1,8 +1,9 @@
 """Asking many task models about many images: rows of a batch are pairs of an image and a task.
 
 What all tasks see alike, the patches of an image, is computed once. Then as many pairs share a pass as the memory
-likes. On a GPU every pass has the same number of rows, whichever pairs they are, and is the replay of one recording; on
-a CPU a pass has as many as keep it busy. Either way a pair's answer has the same bits in any company.
+likes. On a GPU every pass has the same number of rows, whichever pairs they are, and is the replay of one recording: a
+pair's answer has the same bits in any company. On a CPU a pass has as many rows as keep it busy, and the answer is the
+same up to rounding: matrix libraries choose kernels by the number of rows, and some kernels add up in another order.
 """
 
 from __future__ import annotations

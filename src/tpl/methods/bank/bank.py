@@ -47,7 +47,10 @@ class Bank(TaskModels):
         return self.answers(pixels, [Question(task)])[0]
 
     def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
-        """The same for several tasks, each of its own choice of the images: quicker than one by one, the same bits."""
+        """The same for several tasks, each of its own choice of the images: quicker than one by one.
+
+        On a GPU the answers have the same bits as one by one, on a CPU they are the same up to rounding.
+        """
         with torch.no_grad():
             told = [self._ask(look.at(pixels), questions) for look in self.looks]
             return [self._joined(task, seen) for (task, _), *seen in zip(questions, *told, strict=True)]

@@ -132,6 +132,7 @@ class RandomRidge:
             h = self.hidden(part)
             self.gram += h.T @ h
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
+        _mirror(self.gram)
 
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
         """The ridge, and its temperature, that suit these samples best. Gives the classifier that came with it.
@@ -157,7 +158,7 @@ class RandomRidge:
         factor = self._factor(strength)
         if factor is None:
             return None
-        weights = torch.cholesky_solve(self.sums, factor)
+        weights = self._weights(factor)
         answer, target = hidden @ weights, F.one_hot(y, self.classes).double()
         if inside:
             answer = _without_itself(answer, hidden, target, factor)
@@ -194,10 +195,17 @@ class RandomRidge:
         if factor is None:  # rounding has moved the limit since this strength was chosen
             factor = self._factor(STRENGTHS[-1])
         assert factor is not None
-        self.weights = torch.cholesky_solve(self.sums, factor)
+        self.weights = self._weights(factor)
+
+    def _weights(self, factor: Tensor) -> Tensor:
+        """The classifier, given the factor of G + lambda I.
+
+        Row-major, as storage would make it: a matrix product rounds differently for another memory layout.
+        """
+        return torch.cholesky_solve(self.sums, factor).contiguous()
 
     def _factor(self, strength: float) -> Tensor | None:
-        """Of G + lambda I; None where the ridge is too weak for rounding."""
+        """The Cholesky factor of G + lambda I; None where the ridge is too weak for rounding."""
         ridge = self.gram.clone()
         ridge.diagonal().add_(strength * (float(ridge.diagonal().mean()) or 1.0))
         factor, failed = torch.linalg.cholesky_ex(ridge)
@@ -235,11 +243,20 @@ class RandomRidge:
         ridge = cls(state["projection"], config)
         rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
-        ridge.gram += ridge.gram.triu(1).T
+        _mirror(ridge.gram)
         ridge.sums, ridge.weights = state["sums"], state["weights"]
         ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
         ridge.strength, ridge.temperature = state["chosen"].tolist()[:2]  # some versions kept more
         return ridge
+
+
+def _mirror(gram: Tensor) -> None:
+    """Copy the upper triangle of a matrix to the lower one.
+
+    On some CPUs a product X^T X is symmetric only up to rounding, and the upper triangle is what storage keeps.
+    """
+    gram.triu_()
+    gram += gram.triu(1).mT
 
 
 def _without_itself(answer: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
