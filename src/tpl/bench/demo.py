@@ -9,7 +9,7 @@ from typing import Any
 
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute
-from tpl.engine import Listener
+from tpl.engine import Listener, RunLabel, labelled
 
 BENCHMARK = "digits-5t"
 METHODS = ("finetune", "tpl", "joint")
@@ -36,14 +36,21 @@ class DemoResult:
         }
 
 
-def run_demo(out: Path, device: str, seed: int, resume: bool, listen: Listener) -> DemoResult:
-    """Run all three, one after the other; `resume` keeps what an interrupted demo has finished."""
+def run_demo(
+    out: Path, device: str, seed: int, resume: bool, listen: Listener, epochs: int | None = None
+) -> DemoResult:
+    """Run all three, one after the other; `resume` keeps what an interrupted demo has finished.
+
+    `epochs` replaces the benchmark's own number of epochs a task.
+    """
     runs, places = {}, []
-    for method in METHODS:
-        spec = RunSpec(BENCHMARK, method, device=device, seed=seed)
+    options = {} if epochs is None else {"epochs": epochs}
+    for number, method in enumerate(METHODS):
+        spec = RunSpec(BENCHMARK, method, device=device, seed=seed, options=options)
         place = out / f"demo-{spec.directory_name()}"  # a name of its own: no other run is ever swept away
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
-        runs[method] = execute(spec, place, resume, listen)
+        label = RunLabel(method, number, len(METHODS))
+        runs[method] = execute(spec, place, resume, labelled(listen, label))
         places.append(place)
     return DemoResult(runs, places)
