@@ -1,17 +1,57 @@
-"""What a person sees while a run works: progress bars with the time left, warnings, stages."""
+"""What a person sees while a run works: bars with the time left on a terminal, plain lines elsewhere, warnings."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from tpl.engine import Event
+from tpl.lines import ProgressLines
+
+if TYPE_CHECKING:
+    from tpl.engine import Event, RunLabel
+
+
+def draws(console: Console) -> bool:
+    """Whether bars can be drawn on a console; where they cannot, there are lines.
+
+    FORCE_COLOR makes rich take any file for a terminal. A file may have colours, but a bar would fill it with escapes.
+    """
+    return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+
+
+def shares_stdout(console: Console) -> bool:
+    """Whether a console writes to the very terminal or file that standard output goes to."""
+    try:
+        if console.file.isatty() and sys.stdout.isatty():
+            return True
+        return os.path.sameopenfile(sys.stdout.fileno(), console.file.fileno())
+    except (OSError, ValueError):  # one of them is no file, but an object in memory
+        return False
+
+
+def writes_lines(console: Console, as_json: bool = False) -> bool:
+    """Whether progress is told in lines. None is written into a file that gets the JSON for programs."""
+    return not draws(console) and not (as_json and shares_stdout(console))
+
+
+def run_progress(console: Console, as_json: bool = False) -> RunProgress | ProgressLines:
+    """The listener of a command that makes runs; with `as_json` there is no bar."""
+    return ProgressLines(console) if writes_lines(console, as_json) else RunProgress(console, quiet=as_json)
+
+
+def work_progress(console: Console, as_json: bool = False, quiet: bool = False) -> WorkProgress | ProgressLines:
+    """The listener of a command whose work has phases; with `as_json` there is no bar, if `quiet` no line either."""
+    if writes_lines(console, as_json) and not quiet:
+        return ProgressLines(console)
+    return WorkProgress(console, quiet=as_json or quiet)
 
 
 class _Watched:
@@ -31,7 +71,10 @@ class _Watched:
 
 
 class RunProgress(_Watched):
-    """A listener that draws one bar a run. Progress goes to stderr: stdout is for results."""
+    """A listener that draws one bar a run, of several side by side the first one's.
+
+    Progress goes to stderr: stdout is for results.
+    """
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
         self.console, self.quiet = console, quiet
@@ -46,10 +89,15 @@ class RunProgress(_Watched):
         )
         self.images: list[int] = []
         self.stage = 0
+        self.run: RunLabel | None = None  # whose bar it is
         self.full = ""  # how much of the network's capacity is in use, where the method has a say in it
 
     def __call__(self, event: Event) -> None:
         """Draw one event."""
+        if event.kind == "run" and self.stage == len(self.images):
+            self.run = event.run
+        if event.run != self.run and event.kind != "warning":
+            return
         handler = getattr(self, f"_on_{event.kind}", None)
         if handler is not None:
             handler(event.data)
@@ -130,6 +178,10 @@ class WorkProgress(_Watched):
         """Draw one event of learning."""
         if event.kind == "warning":
             self.console.print(f"[yellow]warning:[/] {escape(event.data['text'])}", soft_wrap=True, highlight=False)
+        elif event.kind == "phase":
+            self.begin(event.data["phase"], event.data["steps"])
+        elif event.kind == "step":
+            self.advance(event.data["steps"])
         elif event.kind == "prepare":
             if self.phase != "preparing":
                 self.begin("preparing", event.data["images"])

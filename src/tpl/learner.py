@@ -23,7 +23,7 @@ import numpy as np
 
 from tpl._version import __version__
 from tpl.answers import Answer, TaskEntry, TaskRecord
-from tpl.engine import Listener, Samples, choose_compute, silent
+from tpl.engine import Event, Listener, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.intake import Images, as_task, hold_out, per_class
 from tpl.methods import find_method
@@ -97,6 +97,7 @@ class Learner(Predictor):
         self._entries = [*others, entry]
         if len(held):
             self._entries[-1] = self._judged(entry, held)
+        listen(Event("learned", {"task": task.name, "accuracy": self._entries[-1].accuracy, "held_out": len(held)}))
         return self
 
     def update(
@@ -129,6 +130,7 @@ class Learner(Predictor):
         self._entries = [
             entry.updated(trained, apart) if set(entry.classes) & set(task.classes) else entry for entry in entries
         ]
+        listen(Event("learned", {"task": task.name, "accuracy": None, "held_out": len(held)}))
         return self
 
     def remove(self, name: str) -> Self:

@@ -12,7 +12,7 @@ import torch
 
 from small_encoder import SMALL_VIT
 from tpl.bench.run import RunSpec, execute, execute_together
-from tpl.engine import Event
+from tpl.engine import Event, RunLabel
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import BankMethod
@@ -53,10 +53,14 @@ def test_runs_side_by_side_give_the_numbers_of_runs_alone(
                 torch.testing.assert_close(tensor, same[name], rtol=1e-2, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_one_listener_hears_the_first_run(side_by_side: tuple[Path, list[Event]]) -> None:
+def test_one_listener_hears_all_runs_by_their_labels(side_by_side: tuple[Path, list[Event]]) -> None:
     folder, events = side_by_side
-    assert [e.data["directory"] for e in events if e.kind == "run"] == [str(folder / "0")]
-    assert len([e for e in events if e.kind == "stage"]) == 2
+    labels = [RunLabel("natural", 0, 2, together=2), RunLabel("random:1", 1, 2, together=2)]
+    assert [(e.run, e.data["directory"]) for e in events if e.kind == "run"] == [
+        (label, str(folder / str(number))) for number, label in enumerate(labels)
+    ]
+    for label in labels:
+        assert [e.data["stage"] for e in events if e.kind == "stage" and e.run == label] == [0, 1]
     for i in "01":
         kinds = [json.loads(line)["kind"] for line in (folder / i / "events.jsonl").read_text().splitlines()]
         assert kinds.count("stage") == 2 and kinds.count("trained") == 2

@@ -30,6 +30,7 @@ from tpl.cli.model_plan import Budget, method_for, width_for
 from tpl.cli.model_words import listed, printable, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
+from tpl.lines import ProgressLines
 from tpl.memory import encode
 from tpl.schedule import LARGE, SMALL
 from tpl.stream import find_images
@@ -280,11 +281,11 @@ def test_what_a_killed_first_commit_left_is_no_obstacle(place: Path, tmp_path: P
 def test_an_interrupt_while_training_loses_nothing(
     own: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(self: WorkProgress, event: Any) -> None:
+    def interrupt(self: ProgressLines, event: Any) -> None:
         if event.kind == "epoch":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(WorkProgress, "__call__", interrupt)
+    monkeypatch.setattr(ProgressLines, "__call__", interrupt)
     before = (own / "model.json").read_bytes()
     for model in (own, tmp_path / "new"):
         result = call("learn", model, place / "birds", *FAST)
@@ -517,6 +518,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(place: Path, tmp_path: Path) ->
         out, err = program.communicate(timeout=120)
     assert program.returncode == 130 and out == b"", err.decode()
     assert b"nothing is lost" in err and b"Traceback" not in err
+    assert err.splitlines()[-1].startswith(b"Interrupted: ")  # a line of its own
     assert not model.exists()
 
 

@@ -25,7 +25,7 @@ from tpl.bench.engines import ENGINES, JobEvent
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, data_hashes
 from tpl.bench.suite_state import RunState
-from tpl.cli.suite_view import SuiteView
+from tpl.cli.suite_view import SuiteView, seconds_left
 from tpl.nets.compact import record
 
 GRID = ["--methods", "tpl,slda", "--benchmarks", "digits-5t", "--orders", "natural,random:1"]
@@ -36,6 +36,11 @@ SPECS = [
 ]
 NAMES = [spec.directory_name() for spec in SPECS]
 LAST = dict(zip(NAMES, (0.90, 0.94, 0.80, 0.80), strict=True))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def write_run(place: Path, spec: RunSpec, last: float) -> None:
@@ -127,7 +132,7 @@ def test_what_fails_is_named_and_the_rest_goes_on(place: Path) -> None:
     assert result.exit_code == 1
     assert "failed: tpl on digits-5t, random:1, seed 0: there is no such data" in result.stdout
     assert "4 runs: 2 finished, 2 failed" in result.stdout and "tpl (1 of 2 runs)" in " ".join(result.stdout.split())
-    assert "finished: slda on digits-5t, random:1, seed 0, Last 80.00 %" in result.stderr  # no terminal: a line a run
+    assert "run 4 of 4 (slda on digits-5t, random:1, seed 0): finished: Last 80.00 %" in result.stderr
     assert states(place) == ["finished", "failed", "failed", "finished"]
     errors = [run["error"] for run in json.loads(status(place, "--json").stdout)["runs"]]
     assert errors[1] == "there is no such data" and "killed by signal 9" in errors[2]
@@ -139,6 +144,34 @@ def test_what_fails_is_named_and_the_rest_goes_on(place: Path) -> None:
     assert [run["error"] for run in answer["runs"]] == [None, "there is no such data", None, None]
     assert states(place) == ["finished", "failed", "finished", "finished"]
     assert [len(attempts(place / name)) for name in NAMES] == [1, 2, 3, 2]
+
+
+def test_without_a_terminal_every_run_writes_lines(place: Path) -> None:
+    script(place, *["learn"] * 4)
+    result = call(place, "--json")
+    assert json.loads(result.stdout)["counts"] == {"finished": 4}
+    for number, state in enumerate(json.loads(result.stdout)["runs"], start=1):
+        name = f"run {number} of 4 ({state['method']} on digits-5t, {state['order']}, seed 0): "
+        told = [line.partition(name)[2] for line in result.stderr.splitlines() if name in line]
+        assert told[:2] == ["started", "task 1 of 2 (task 1): 2 classes, 10 images"]
+        assert re.match(r"task 1 of 2 done in \d+ s: 75.0 % accuracy on the classes so far", told[2])
+        assert told[3] == "warning: hardly any room left"
+        assert told[4].startswith(f"finished: Last {100 * state['last']:.2f} %") and len(told) == 5
+    assert all(re.match(r"\[00:\d\d\] tpl: run ", line) for line in result.stderr.splitlines())
+
+
+def test_the_time_left_counts_runs_that_wait(place: Path) -> None:
+    found = [RunState("tpl", "digits-5t", "natural", seed, place / str(seed)) for seed in range(4)]
+    assert seconds_left(found, 1, now=100.0) is None
+    found[0].state, found[0].result = "finished", RunResult({}, {"seconds": 30.0}, {})
+    assert seconds_left(found, 1, now=100.0) == 90.0  # between two runs
+    found[1].state = "running"
+    found[1].hear("run", {"images": [10, 10], "learned": 0}, now=100.0)
+    found[1].hear("stage", {"stage": 0}, now=125.0)
+    assert seconds_left(found, 1, now=125.0) == 25.0 + 2 * 40.0
+    for state in found:
+        state.state, state.result = "finished", found[0].result
+    assert seconds_left(found, 1, now=130.0) is None
 
 
 def test_an_interrupted_suite_goes_on(place: Path) -> None:
@@ -215,7 +248,7 @@ def test_the_picture_shows_what_matters_in_a_low_terminal(place: Path) -> None:
         state.hear("run", {"images": [10, 10], "learned": 0}, now - 60)
         state.hear("epoch", {"epoch": 1, "epochs": 2}, now)
     found[9].state, found[9].error = "failed", "no such [data]"
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=10)
+    console = Console(file=Terminal(), force_terminal=True, width=100, height=10)
     with SuiteView(console, found, slots=2) as view:
         console.print(view.draw())
         view(found[5], JobEvent("5", "warning", {"text": "mind [this]"}))

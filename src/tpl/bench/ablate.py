@@ -14,6 +14,7 @@ from torch import Tensor
 from tpl.bench import metrics
 from tpl.bench.outputs import RunOutputs, run_outputs
 from tpl.bench.results import RunResult
+from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
@@ -84,7 +85,12 @@ def groups_of(method: str) -> list[str]:
 
 
 def ablate(
-    run: Path, data: Path | None, weights: Path | None, device: str, only: Sequence[str] = ()
+    run: Path,
+    data: Path | None,
+    weights: Path | None,
+    device: str,
+    only: Sequence[str] = (),
+    listen: Listener = silent,
 ) -> list[dict[str, Any]]:
     """Last, task prediction and pooled AUROC of every variant, after the final task.
 
@@ -99,11 +105,13 @@ def ablate(
         raise TplError(f"{name} has no group of variants '{unknown[0]}'; there are {', '.join(groups_of(name))}.")
     method = Learner.load(run / "model", weights, device).method
     assert isinstance(method, TPL)
-    outputs = run_outputs(run, description, data, lambda: method).to(method.compute.device)
-    return measure_variants(method, outputs, only)
+    outputs = run_outputs(run, description, data, lambda: method, listen).to(method.compute.device)
+    return measure_variants(method, outputs, only, listen)
 
 
-def measure_variants(method: TPL, outputs: RunOutputs, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure_variants(
+    method: TPL, outputs: RunOutputs, only: Sequence[str] = (), listen: Listener = silent
+) -> list[dict[str, Any]]:
     """The same for a method in hand; it is left as it was."""
     measure = _Measure(method, outputs)
     wanted = {
@@ -111,10 +119,11 @@ def measure_variants(method: TPL, outputs: RunOutputs, only: Sequence[str] = ())
         for name, v in BY_METHOD[method.name].items()
         if (not v.group or not only or v.group in only) and _possible(method, v)
     }
-    rows = [
-        {"variant": name, "group": v.group, "changes": v.changes, "memory_share": v.memory} | measure(v)
-        for name, v in wanted.items()
-    ]
+    listen(Event("phase", {"phase": "measuring variants", "steps": len(wanted)}))
+    rows = []
+    for name, v in wanted.items():
+        rows.append({"variant": name, "group": v.group, "changes": v.changes, "memory_share": v.memory} | measure(v))
+        listen(Event("step", {"steps": 1}))
     method.rescore(**measure.trained)
     return rows
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import Answers
+from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.methods.bank import BankMethod, Outputs
 from tpl.methods.base import task_of_class
@@ -67,7 +68,11 @@ class RunOutputs:
 
 
 def run_outputs(
-    run: Path, description: dict[str, Any], data: Path | None, load: Callable[[], BankMethod]
+    run: Path,
+    description: dict[str, Any],
+    data: Path | None,
+    load: Callable[[], BankMethod],
+    listen: Listener = silent,
 ) -> RunOutputs:
     """The run's outputs: read where they are kept, else computed from the images in `data` and kept.
 
@@ -86,7 +91,7 @@ def run_outputs(
             raise TplError(f"The images in {data or 'the data set'} are not those that {run} was measured on.")
     except TplError as error:
         raise TplError(f"{problem}{error}") from error
-    outputs = compute_outputs(load(), stream)
+    outputs = compute_outputs(load(), stream, listen)
     _keep(run, description, outputs)
     return outputs
 
@@ -132,8 +137,9 @@ def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
     )
 
 
-def compute_outputs(method: BankMethod, stream: Stream) -> RunOutputs:
+def compute_outputs(method: BankMethod, stream: Stream, listen: Listener = silent) -> RunOutputs:
     """Show every task's test images to every task's model; no more than one task's images are held at a time."""
+    listen(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
     check_unchanged(method, [task.classes for task in stream])
     seen: list[list[Outputs]] = []
     labels, common, offset = [], [], 0
@@ -146,6 +152,7 @@ def compute_outputs(method: BankMethod, stream: Stream) -> RunOutputs:
         common += [] if beside is None else [beside.cpu()]
         labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
         offset += len(task.classes)
+        listen(Event("step", {"steps": 1}))
     models = [Outputs(*(torch.cat(column) for column in zip(*parts, strict=True))) for parts in zip(*seen, strict=True)]
     joined = torch.cat(labels)
     owner = task_of_class([task.classes for task in stream])

@@ -103,16 +103,19 @@ def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[
     if not rows:
         return []
     from tpl.bench.run import execute_together
+    from tpl.engine import RunLabel, labelled
 
     if len(set(settings.orders)) < len(settings.orders):
         raise TplError(f"A class order is named twice in {','.join(settings.orders)}.")
-    done: dict[Path, Run] = {}
+    batches: dict[tuple[Path, ...], list[RunSpec]] = {}  # several rows may need the same runs
     for row in rows:
         for specs in plan(row, settings):
-            places = [settings.out / spec.directory_name() for spec in specs]
-            if all(place in done for place in places):
-                continue  # another row needs the same runs
-            results = execute_together(specs, places, True, listen)
-            for place, result in zip(places, results, strict=True):
-                done[place] = Run(place, result.description, result.summary, result.matrices["cil"].tolist())
-    return list(done.values())
+            batches[tuple(settings.out / spec.directory_name() for spec in specs)] = specs
+    made = []
+    for number, (places, specs) in enumerate(batches.items()):
+        first = specs[0]
+        label = RunLabel(f"{first.method} on {first.benchmark}, {first.encoder}", number, len(batches))
+        results = execute_together(specs, places, True, labelled(listen, label))
+        for place, result in zip(places, results, strict=True):
+            made.append(Run(place, result.description, result.summary, result.matrices["cil"].tolist()))
+    return made

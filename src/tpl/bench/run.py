@@ -25,7 +25,7 @@ from tpl.bench.files import EventLog, RunError, data_hashes, stage_file, write_d
 from tpl.bench.results import RunResult, numbers_so_far, summarise
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
-from tpl.engine import Event, Listener, current, silent
+from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
 from tpl.learner import Learner
 from tpl.methods import learn_together
 from tpl.methods.bank import BankMethod
@@ -52,21 +52,23 @@ def execute_together(
 ) -> list[RunResult]:
     """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
 
-    Every run has a directory of its own, as if it had run alone. `listen` hears the first of those still to be done,
-    and every warning. `track` names trackers (see `tpl.bench.trackers`), which hear every run. Of several processes,
-    all train, and the first one does the rest.
+    Every run has a directory of its own, as if it had run alone. `listen` hears all runs, of several with their labels;
+    `track` names trackers (see `tpl.bench.trackers`), which hear every run. Of several processes, all train, and the
+    first one does the rest.
     """
     check_trackers(track)
     for spec in specs:
         spec.check()
+    labels = _labels(specs, places)
     processes = current()
     kind = OpenRun if processes.leads else FollowedRun
     with ExitStack() as open_runs:
         with processes.first_before_others():
             runs = [open_runs.enter_context(kind(*pair, resume)) for pair in zip(specs, places, strict=True)]
         going = [run for run in runs if not run.finished]
-        for run in going:
-            run.begin(listen if run is going[0] else _only_warnings(listen), track)
+        for number, run in enumerate(runs):
+            if run in going:
+                run.begin(labelled(listen, labels[number]), track)
         if processes.leads:
             for number, run in enumerate(going):
                 run.evaluator.beside = [earlier.evaluator for earlier in going[:number]]
@@ -240,8 +242,16 @@ class FollowedRun(OpenRun):
         return RunResult.read(self.out)
 
 
-def _only_warnings(listen: Listener) -> Listener:
-    return lambda event: listen(event) if event.kind == "warning" else None
+def _labels(specs: Sequence[RunSpec], places: Sequence[Path]) -> list[RunLabel]:
+    """What sets runs side by side apart: their methods, their class orders, or else their directories' names."""
+    count = len(specs)
+    if count == 1:
+        return [RunLabel()]
+    differing = [column for column in zip(*((s.method, s.order) for s in specs), strict=True) if len(set(column)) > 1]
+    names = [", ".join(parts) for parts in zip(*differing, strict=True)]
+    if len(set(names)) < count:
+        names = [place.name for place in places]
+    return [RunLabel(name, number, count, together=count) for number, name in enumerate(names)]
 
 
 def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_o
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute_together
-from tpl.engine import Listener, silent
+from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
@@ -46,14 +46,17 @@ def study(
     if unknown:
         raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(ALL)}.")
     found: dict[str, list[dict[str, float]]] = {}
-    for technique in [PLAIN, *(name for name in TRAINED if name in names)]:
-        detectors = [name for name in DETECTORS if name in names] if technique == PLAIN else ["msp"]
-        if not detectors:
-            continue
-        places = _trained(spec, orders, out, technique, listen)
+    post_hoc = [name for name in DETECTORS if name in names]
+    todo = {PLAIN: post_hoc} if post_hoc else {}
+    todo |= {technique: ["msp"] for technique in TRAINED if technique in names}
+    for number, (technique, detectors) in enumerate(todo.items()):
+        label = RunLabel("hat" if technique == PLAIN else technique, number, len(todo))
+        places = _trained(spec, orders, out, technique, labelled(listen, label))
+        listen(Event("phase", {"phase": f"measuring detectors of {label.name}", "steps": len(places) * len(detectors)}))
         for place in places:
             for name, row in _measured(place, spec, detectors):
                 found.setdefault(name if technique == PLAIN else technique, []).append(row)
+                listen(Event("step", {"steps": 1}))
     rows = [_row(name, spec.benchmark, found[name]) for name in names]
     result = {
         "benchmark": spec.benchmark,

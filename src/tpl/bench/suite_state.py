@@ -6,10 +6,11 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpl.bench.pace import Pace
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.store import ModelStore, replace_text
@@ -21,7 +22,7 @@ FAILURE = "failure.json"
 
 
 @dataclass
-class RunState:
+class RunState(Pace):
     """One run of a suite."""
 
     method: str
@@ -34,29 +35,11 @@ class RunState:
     error: str | None = None
     result: RunResult | None = None
     attempt: int = 1
-    images: list[int] = field(default_factory=list)  # training images of each task
-    task: int = 0  # tasks that are learned and measured
-    epoch: int = 0
-    epochs: int = 0
-    since: float = 0.0  # when this attempt began to learn
-    share_then: float = 0.0
 
     @property
     def label(self) -> str:
         """The run in a few words."""
         return f"{self.method} on {self.benchmark}, {self.order}, seed {self.seed}"
-
-    @property
-    def share(self) -> float:
-        """How much of the run is done, by training images."""
-        images, task, epochs = self.images, self.task, self.epochs  # another thread draws what this one changes
-        now = images[task] * self.epoch / epochs if epochs and task < len(images) else 0
-        return (sum(images[:task]) + now) / sum(images) if images else 0.0
-
-    def seconds_left(self, now: float) -> float | None:
-        """At the speed so far; None while there is nothing to go by."""
-        done = self.share - self.share_then
-        return (now - self.since) * (1 - self.share) / done if done > 0 else None
 
     def doing(self) -> str:
         """Where a running one is."""
@@ -66,17 +49,6 @@ class RunState:
             return "measured"
         where = f"task {self.task + 1} of {len(self.images)}"
         return f"{where}, epoch {self.epoch} of {self.epochs}" if self.epochs else where
-
-    def hear(self, kind: str, data: dict[str, Any], now: float) -> None:
-        """Take note of an event of the run."""
-        if kind == "run":
-            self.images, self.task = list(data["images"]), int(data["learned"])
-            self.epoch = self.epochs = 0
-            self.since, self.share_then = now, self.share
-        elif kind == "epoch":
-            self.epoch, self.epochs = int(data["epoch"]), int(data["epochs"])
-        elif kind == "stage":
-            self.task, self.epoch, self.epochs = int(data["stage"]) + 1, 0, 0
 
     def finish(self) -> None:
         """Take up the numbers in its directory."""

@@ -72,15 +72,15 @@ def export(
     _print(learner, made, measured)
 
 
-def _measured(learner: Learner, file: Path, given: Labelled, quiet: bool) -> tuple[Comparison, list[str]]:
+def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Comparison, list[str]]:
     """Model and file on labelled images, and the images that could not be read."""
-    from tpl.console import WorkProgress
+    from tpl.console import work_progress
     from tpl.export.compare import compare
     from tpl.stream import batches_of
 
     left_out = list(given.skipped)
     with (
-        WorkProgress(err, quiet=quiet) as progress,
+        work_progress(err, as_json) as progress,
         closing(batches_of(given.images, learner.method.preprocess)) as ready,
     ):
         progress.begin("comparing", len(given.images))

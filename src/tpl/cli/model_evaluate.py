@@ -48,13 +48,13 @@ def evaluate(
 
     `tpl evaluate model --data digits --json`
     """
-    from tpl.console import WorkProgress
+    from tpl.console import work_progress
     from tpl.learner import Learner
     from tpl.stream import labelled_images
 
     given = labelled_images(place, data, download, testing=True)
     learner = Learner.load(model, weights, device)
-    with WorkProgress(err, quiet=as_json) as progress:
+    with work_progress(err, as_json) as progress:
         progress.begin("evaluating", len(given.images))
         seen = _see(learner, given, batch, strict, progress.advance)
     if not seen.truth:

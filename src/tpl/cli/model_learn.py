@@ -33,6 +33,7 @@ from tpl.errors import TplError
 if TYPE_CHECKING:
     from tpl.console import WorkProgress
     from tpl.learner import Learner
+    from tpl.lines import ProgressLines
     from tpl.store import ModelStore
     from tpl.stream import Labelled
 
@@ -130,8 +131,8 @@ def learn(
     try:
         with whole():
             import tpl.learner  # noqa: F401 (the longest of all)
-            from tpl.console import WorkProgress
-        with WorkProgress(err, quiet=as_json) as progress:
+            from tpl.console import work_progress
+        with work_progress(err, as_json) as progress:
             report = _dry_run(store, given, wish, progress) if dry_run else _learn(store, given, wish, progress)
     except KeyboardInterrupt:
         stored = _header_text(store) != before
@@ -146,7 +147,7 @@ def learn(
         print_learned(report)
 
 
-def _learn(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgress) -> dict[str, Any]:
+def _learn(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgress | ProgressLines) -> dict[str, Any]:
     started = time.monotonic()
     with _held(store):
         learner = _learner(store, wish)
@@ -180,7 +181,7 @@ def _learn(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgres
     }
 
 
-def _dry_run(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgress) -> dict[str, Any]:
+def _dry_run(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgress | ProgressLines) -> dict[str, Any]:
     started = time.monotonic()
     learner = _learner(store, wish)
     ready, notes = _read(learner, given, wish, progress)
@@ -240,7 +241,7 @@ def _learner(store: ModelStore, wish: Wish) -> Learner:
 
 
 def _read(
-    learner: Learner, given: Labelled, wish: Wish, progress: WorkProgress
+    learner: Learner, given: Labelled, wish: Wish, progress: WorkProgress | ProgressLines
 ) -> tuple[Labelled, dict[str, list[str]]]:
     """The images that can be read, and what was left out; with --strict, nothing may be."""
     from tpl.stream import readable

@@ -80,7 +80,7 @@ def predict(
         raise TplError(f"--address is not for --engine {engine}; leave it out.")
     if reject is not None and not 0 < reject < 1:
         raise TplError(f"--reject takes a share between 0 and 1, such as 0.05; got {reject:g}.")
-    from tpl.console import WorkProgress
+    from tpl.console import shares_stdout, work_progress
     from tpl.stream import find_images
 
     form = JsonForm(top, reject) if as_json or file else CsvForm(top, reject) if as_csv else TextForm(top, reject)
@@ -88,9 +88,9 @@ def predict(
     found = find_images(images, _stdin())
     seen = failed = 0
     started = time.perf_counter()
-    watched = err.is_terminal and (file or not sys.stdout.isatty())  # a bar between printed lines would tear both
+    mixed = file is None and shares_stdout(err)  # progress between printed answers would tear both
     try:
-        with WorkProgress(err, quiet=not watched) as progress, _kept(file, model, form) as kept:
+        with work_progress(err, quiet=mixed) as progress, _kept(file, model, form) as kept:
             progress.begin("predicting", None)
             with closing(ask(kept.rest(found) if kept else found)) as answered:
                 for part in answered:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from tpl.cli.app import err
+from tpl.lines import printable as printable
 
 if TYPE_CHECKING:
     from tpl.learner import Learner
@@ -87,10 +88,3 @@ def listed(names: Sequence[str], most: int = SHOWN) -> str:
 def warn(text: str) -> None:
     """One line on stderr."""
     err.print(f"[yellow]warning:[/] {escape(printable(text))}", soft_wrap=True, highlight=False)
-
-
-def printable(text: str) -> str:
-    """`text` on one line that any terminal can take: file names may hold anything."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

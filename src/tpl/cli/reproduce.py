@@ -98,7 +98,7 @@ def reproduce(
         from tpl.bench.reproduce import ORDERS, Settings
 
         settings = Settings(directory, data, weights, download, names or ORDERS, seed, device, precision, options)
-        judgements = _judge_new_runs(found, settings, tolerance, quiet=as_json)
+        judgements = _judge_new_runs(found, settings, tolerance, as_json)
     from tpl.cli.verdicts import print_verdicts
 
     print_verdicts(judgements, tolerance, as_json)
@@ -123,17 +123,18 @@ def _judge_folder(
     return judgements
 
 
-def _judge_new_runs(rows: Sequence[Row], settings: Settings, tolerance: float, quiet: bool) -> list[Judgement]:
+def _judge_new_runs(rows: Sequence[Row], settings: Settings, tolerance: float, as_json: bool) -> list[Judgement]:
     from tpl.bench.paper.judge import judge
     from tpl.bench.reproduce import obstacle, run_rows
-    from tpl.console import RunProgress
+    from tpl.console import run_progress
 
     obstacles = {row.name: obstacle(row) for row in rows}
     try:
-        with RunProgress(err, quiet=quiet) as progress:
+        with run_progress(err, as_json) as progress:
             runs = run_rows([row for row in rows if not obstacles[row.name]], settings, progress)
     except KeyboardInterrupt:
-        err.print(f"Interrupted. Finished tasks are safe in {escape(str(settings.out))}; the same command goes on.")
+        where = escape(str(settings.out))
+        err.print(f"Interrupted. Finished tasks are safe in {where}; the same command goes on.", soft_wrap=True)
         raise typer.Exit(130) from None
     judgements = [judge(row, runs, tolerance, settings.options) for row in rows]
     return [

@@ -78,7 +78,7 @@ def ood_study(
     find_benchmark(benchmark)
     from tpl.bench.run import RunSpec
     from tpl.bench.study import ALL, study
-    from tpl.console import RunProgress
+    from tpl.console import run_progress
     from tpl.report.correlation import draw_correlation
 
     names = separate(detectors) if detectors else list(ALL)
@@ -98,10 +98,11 @@ def ood_study(
         options=overrides(epochs, lr, memory, latent, set_),
     )
     try:
-        with RunProgress(err, quiet=as_json) as progress:
+        with run_progress(err, as_json) as progress:
             found = study(spec, orders, place, names, progress)
     except KeyboardInterrupt:
-        err.print(f"Interrupted. What is finished is safe in {escape(str(place))}; go on with the same command.")
+        where = escape(str(place))
+        err.print(f"Interrupted. What is finished is safe in {where}; go on with the same command.", soft_wrap=True)
         raise typer.Exit(130) from None
     picture = place / "correlation.png"
     draw_correlation(found, picture)

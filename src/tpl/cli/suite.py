@@ -173,7 +173,7 @@ def _run(
     run = SuiteRun(checked, place, track)
     with run.open() as states:
         slots = engine.slots(sum(not state.reused for state in states))
-        with SuiteView(err, states, slots, quiet=as_json) as view:
+        with SuiteView(err, states, slots, as_json) as view:
             run.carry_out(engine, view)
     if as_json:
         print_json(run.report() | {"engine": engine_name, "workers": slots, "table": _table_rows(states)})

@@ -14,9 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tpl.console import writes_lines
+from tpl.lines import ProgressLines, duration
+
 if TYPE_CHECKING:
     from tpl.bench.engines import JobEvent
     from tpl.bench.suite_state import RunState
+    from tpl.engine import RunLabel
 
 STYLES = {"finished": "green", "running": "bold", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
 # In a terminal that is too low for all, these are shown first.
@@ -24,12 +28,15 @@ FIRST = ("running", "failed", "interrupted", "waiting", "finished")
 
 
 class SuiteView:
-    """Draws all runs where someone watches; elsewhere, such as in a log, says a line when a run begins or ends."""
+    """Draws all runs on a terminal; elsewhere, such as in a log, there are lines."""
 
-    def __init__(self, console: Console, states: Sequence[RunState], slots: int, quiet: bool = False) -> None:
-        self.console, self.states, self.slots, self.quiet = console, states, slots, quiet
+    def __init__(self, console: Console, states: Sequence[RunState], slots: int, as_json: bool = False) -> None:
+        self.console, self.states, self.slots, self.as_json = console, states, slots, as_json
         self.live: Live | None = None
-        if console.is_terminal and not quiet:
+        self.lines: ProgressLines | None = None
+        if writes_lines(console, as_json):
+            self.lines = ProgressLines(console, left=lambda: seconds_left(states, slots, time.time()))
+        elif not as_json:
             self.live = Live(get_renderable=self.draw, console=console, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
@@ -45,18 +52,26 @@ class SuiteView:
 
     def __call__(self, state: RunState, event: JobEvent) -> None:
         """Say what has to be said; the picture follows the states by itself."""
+        if self.lines is not None:
+            last = {"last": state.result.summary["last"]} if state.result else {}
+            self.lines.hear(event.kind, event.data | last, self.label(state))
+            return
         text = ""
         if event.kind == "warning":  # on stderr: --json or not
             text = f"[yellow]warning:[/] {escape(state.label)}: {escape(event.data['text'])}"
         elif event.kind == "retried":
             text = f"[yellow]once more:[/] {escape(state.label)}: {escape(event.data['error'])}"
-        elif event.kind == "failed" and not self.quiet:
+        elif event.kind == "failed" and not self.as_json:
             text = f"[red]failed:[/] {escape(state.label)}: {escape(event.data['error'])}"
-        elif self.live is None and not self.quiet and event.kind in ("started", "finished"):
-            last = f", Last {100 * state.result.summary['last']:.2f} %" if state.result else ""
-            text = f"{event.kind}: {escape(state.label)}{last}"
         if text:
             self.console.print(text, soft_wrap=True, highlight=False)
+
+    def label(self, state: RunState) -> RunLabel:
+        """What lines call a run."""
+        from tpl.engine import RunLabel  # with torch, which `tpl suite status` does without
+
+        number = next(number for number, other in enumerate(self.states) if other is state)
+        return RunLabel(state.label, number, len(self.states))
 
     def draw(self) -> Group:
         """The picture of this moment."""
@@ -106,19 +121,10 @@ def seconds_left(states: Sequence[RunState], slots: int, now: float) -> float | 
     running = [state for state in states if state.state == "running"]
     rests = {id(state): state.seconds_left(now) for state in running}
     known = {key: rest for key, rest in rests.items() if rest is not None}
-    if not known:
-        return None
     whole = [now - state.since + known[id(state)] for state in running if id(state) in known]
     whole += [s.result.summary["seconds"] for s in states if s.result is not None and not s.reused]
-    one = sum(whole) / len(whole)
     waiting = sum(state.state == "waiting" for state in states) + len(running) - len(known)
-    return max(max(known.values()), (sum(known.values()) + waiting * one) / slots)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    if not whole or not (known or waiting):
+        return None
+    one = sum(whole) / len(whole)
+    return max([*known.values(), (sum(known.values()) + waiting * one) / slots])

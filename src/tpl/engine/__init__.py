@@ -3,7 +3,7 @@
 from tpl.engine.batches import IGNORED, QUARTERS, Batches, Feed, Samples, Turns
 from tpl.engine.device import Compute, choose_compute
 from tpl.engine.distributed import Processes, current, joined
-from tpl.engine.events import Event, Listener, silent
+from tpl.engine.events import Event, Listener, RunLabel, labelled, silent
 from tpl.engine.infer import Inference
 from tpl.engine.optim import GatedSGD
 from tpl.engine.recording import records
@@ -24,6 +24,7 @@ __all__ = [
     "Processes",
     "Recipe",
     "RecordedStep",
+    "RunLabel",
     "Samples",
     "Step",
     "Turns",
@@ -31,6 +32,7 @@ __all__ = [
     "choose_compute",
     "current",
     "joined",
+    "labelled",
     "records",
     "silent",
     "train",

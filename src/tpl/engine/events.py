@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
+class RunLabel:
+    """Which of a command's runs an event belongs to; a command with a single run needs no label."""
+
+    name: str = ""  # what sets the run apart from the others, e.g. its method
+    number: int = 0  # counted from 0
+    runs: int = 1  # of the whole command
+    together: int = 1  # runs that learn side by side; their numbers follow each other
+
+    def within(self, outer: RunLabel) -> RunLabel:
+        """The label in a command that makes several such groups of runs, of which `outer` is one."""
+        name = ", ".join(part for part in (outer.name, self.name) if part)
+        number, together = outer.number * self.runs + self.number, outer.together * self.together
+        return RunLabel(name, number, outer.runs * self.runs, together)
+
+
+@dataclass(frozen=True)
 class Event:
-    """Something happened. `kind` is one of: run, task, prepare, epoch, capacity, warning, stage."""
+    """Something happened, in the run that `run` names.
+
+    `kind` is one of: run, task, prepare, epoch, trained, capacity, warning, stage (a task of a benchmark is learned and
+    measured), learned (a task of a model is), phase and step (work that trains nothing, in steps of about one length).
+    """
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
+    run: RunLabel = RunLabel()
 
 
 Listener = Callable[[Event], None]
@@ -20,3 +41,8 @@ Listener = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """Nobody listens."""
+
+
+def labelled(listen: Listener, label: RunLabel) -> Listener:
+    """A listener that passes every event on to `listen` with the label of its run."""
+    return lambda event: listen(replace(event, run=event.run.within(label)))
