@@ -22,6 +22,7 @@ class Answer:
     task: str
     unknown: float
     top: tuple[tuple[str, float], ...]
+    passes: int | None = None  # task models asked; None for methods without
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
         """As the command line and the server tell it, with the `top` classes or all that were asked for."""
@@ -30,6 +31,7 @@ class Answer:
             "probability": round(self.probability, DIGITS),
             "task": self.task,
             "unknown": round(self.unknown, DIGITS),
+            "passes": self.passes,
             "top": [{"class": name, "probability": round(p, DIGITS)} for name, p in self.top[:top]],
         }
 

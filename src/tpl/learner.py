@@ -26,12 +26,12 @@ from tpl.answers import Answer, TaskEntry, TaskRecord
 from tpl.engine import Event, Listener, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.intake import Images, as_task, hold_out, per_class
-from tpl.methods import find_method
+from tpl.methods import find_method, learn_together
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.predictor import Predictor
 from tpl.store import ModelStore, StoreError
-from tpl.stream import Task
+from tpl.stream import ImageSet, Task
 from tpl.stream.images import relabelled
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
@@ -82,23 +82,26 @@ class Learner(Predictor):
         """
         task = self._given(images, labels, name)
         self._refuse_known(task)
-        train, rest = hold_out(task, held_out, [self.method.seed])
-        held = self.method.samples_of(rest, silent)  # first: an unreadable image is told before the training
-        self.method.learn(replace(task, train=train, test=None), listen, held)
+        source = source or (str(images) if isinstance(images, (str, Path)) else "")
+        learn_side_by_side([self], [task], [held_out], [listen], source)
+        record = self._entries[-1].record
+        listen(Event("learned", {"task": task.name, "accuracy": record.accuracy, "held_out": record.held_out}))
+        return self
+
+    def _note(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
+        """Note how the newest task was learned, and how well its held-out images are told apart."""
         entry = TaskEntry(
             task.name,
             task.classes,
             per_class(train, task.classes),
             per_class(rest, task.classes),
             learned=datetime.now().astimezone().isoformat(timespec="seconds"),
-            source=source or (str(images) if isinstance(images, (str, Path)) else ""),
+            source=source,
         )
         others = [] if self.method.cumulative else self._noted()[:-1]
         self._entries = [*others, entry]
         if len(held):
             self._entries[-1] = self._judged(entry, held)
-        listen(Event("learned", {"task": task.name, "accuracy": self._entries[-1].accuracy, "held_out": len(held)}))
-        return self
 
     def update(
         self,
@@ -182,7 +185,7 @@ class Learner(Predictor):
     def _judged(self, entry: TaskEntry, held: Samples) -> TaskEntry:
         """How well the newest task's held-out images are told apart, among all classes."""
         truth = held.labels.cpu() + len(self.classes_) - len(entry.classes)
-        guess = self.method.log_probabilities(held.pixels).argmax(dim=1).cpu()
+        guess = self.method.answer(held.pixels).log_p.argmax(dim=1).cpu()
         names = self.classes_
         wrong = Counter((names[t], names[g]) for t, g in zip(truth.tolist(), guess.tolist(), strict=True) if t != g)
         accuracy = float((truth == guess).double().mean())
@@ -272,6 +275,29 @@ class Learner(Predictor):
 
 
 load = Learner.load
+
+
+def learn_side_by_side(
+    learners: Sequence[Learner],
+    tasks: Sequence[Task],
+    held_out: Sequence[float],
+    listeners: Sequence[Listener],
+    source: str = "",
+) -> None:
+    """Each learner learns a task; all of them, or none if one fails.
+
+    This is the one road to a task: for Python, the command line, the server and benchmarks.
+    `held_out` is the share of every class that each learner does not train on. Learners whose settings allow it share
+    their passes over the frozen trunk.
+    """
+    rows = zip(learners, tasks, held_out, strict=True)
+    parts = [hold_out(task, share, [each.method.seed]) for each, task, share in rows]
+    # First: an image that cannot be read is told before the training.
+    held = [each.method.samples_of(rest, silent) for each, (_, rest) in zip(learners, parts, strict=True)]
+    given = [replace(task, train=train, test=None) for task, (train, _) in zip(tasks, parts, strict=True)]
+    learn_together([each.method for each in learners], given, listeners, held)
+    for each, task, (train, rest), apart in zip(learners, tasks, parts, held, strict=True):
+        each._note(task, train, rest, apart, source)
 
 
 def _only(task: Task, classes: Sequence[str]) -> Task:

@@ -13,8 +13,7 @@ from tpl.answers import Answer, TaskEntry, TaskRecord
 from tpl.errors import TplError
 from tpl.intake import Images, as_image_set
 from tpl.methods import Method
-from tpl.methods.bank import BankMethod
-from tpl.methods.base import task_of_class
+from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.stream import ImageSet
 
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
@@ -46,7 +45,7 @@ class Predictor:
 
     def capacity(self) -> dict[str, float] | None:
         """How full the network is: shares of units in use and of adapter weights frozen; None if it cannot fill up."""
-        return self.method.bank.capacity() if isinstance(self.method, BankMethod) else None
+        return self.method.capacity()
 
     def _noted(self) -> list[TaskEntry]:
         """One entry a task. A method that was taught without the learner has classes alone."""
@@ -58,7 +57,7 @@ class Predictor:
 
     def log_probabilities(self, images: Images) -> Tensor:
         """log P(class | image), one row an image, one column a class learned."""
-        return self._chunked(images, lambda pixels: self.method.log_probabilities(pixels).cpu())
+        return self._chunked(images, lambda pixels: self.method.answer(pixels).log_p)
 
     def predict_proba(self, images: Images) -> NDArray[np.float64]:
         """P(class | image), one row an image, columns as in `classes_`."""
@@ -84,8 +83,16 @@ class Predictor:
         Of images of known classes, at most a share `a` reach 1 - a: reject those from 0.95 on, and one in twenty known
         images is lost at most. `rejection_floor` says how small a share can be.
         """
-        scores: NDArray[np.float64] = self._chunked(images, lambda p: self.method.unknown_scores(p).cpu()).numpy()
+        scores: NDArray[np.float64] = self._chunked(images, self._unknown).numpy()
         return scores
+
+    def _unknown(self, pixels: Tensor) -> Tensor:
+        found = self.method.answer(pixels, {UNKNOWN}).unknown
+        if found is None:
+            raise TplError(
+                f"The method '{self.method.name}' cannot tell unknown images: it has no task scores. Use tpl."
+            )
+        return found
 
     def rejection_floor(self) -> float:
         """The smallest share of known images at which unknown ones can be told at all; 1 if never.
@@ -93,7 +100,7 @@ class Predictor:
         It takes 1 / share - 1 held-out images in every task: 19 for 5 %.
         """
         self._refuse_empty()
-        return self.method.smallest_rejected_share() if isinstance(self.method, BankMethod) else 1.0
+        return self.method.rejection_floor()
 
     def answers(self, images: Images, top: int = 5) -> list[Answer]:
         """All there is to say of every image."""
@@ -103,20 +110,16 @@ class Predictor:
     def answers_of(self, pixels: Tensor, top: int = 5) -> list[Answer]:
         """`answers` of images that `prepare` has made ready, uint8 `[n, 3, size, size]`."""
         self._refuse_empty()
-        if isinstance(self.method, BankMethod):
-            outputs = self.method.outputs(pixels)
-            log_p = self.method.log_probabilities_of(outputs, common=self.method.common_features(pixels))
-            unknown = self.method.unknown_scores_of(outputs)
-        else:
-            log_p = self.method.log_probabilities(pixels)
-            unknown = log_p.new_zeros(len(log_p))
-        names, entries = self.classes_, self._noted()
-        tasks = [entry.name for entry in entries for _ in entry.classes]
-        best = log_p.exp().cpu().topk(min(max(top, 1), len(names)), dim=1)
-        rows = zip(best.indices.tolist(), best.values.tolist(), unknown.tolist(), strict=True)
+        told = self.method.answer(pixels, {UNKNOWN})
+        count, names = len(told.log_p), self.classes_
+        unknown = [0.0] * count if told.unknown is None else told.unknown.tolist()
+        passes = [None] * count if told.passes is None else told.passes.tolist()
+        tasks = [entry.name for entry in self._noted() for _ in entry.classes]
+        best = told.log_p.exp().cpu().topk(min(max(top, 1), len(names)), dim=1)
+        rows = zip(best.indices.tolist(), best.values.tolist(), unknown, passes, strict=True)
         return [
-            Answer(names[i[0]], p[0], tasks[i[0]], u, tuple((names[j], q) for j, q in zip(i, p, strict=True)))
-            for i, p, u in rows
+            Answer(names[i[0]], p[0], tasks[i[0]], u, tuple((names[j], q) for j, q in zip(i, p, strict=True)), asked)
+            for i, p, u, asked in rows
         ]
 
     def prepare(self, images: Images) -> Tensor:
@@ -130,7 +133,7 @@ class Predictor:
 
     def _chunked(self, images: Images, ask: Callable[[Tensor], Tensor]) -> Tensor:
         self._refuse_empty()
-        return torch.cat([ask(pixels) for pixels in self._pixels(as_image_set(images))])
+        return torch.cat([ask(pixels).cpu() for pixels in self._pixels(as_image_set(images))])
 
     def _refuse_empty(self) -> None:
         if not self.classes_:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpl.bench.evaluate import Answers
+from tpl.bench.evaluate import ReadTable
 
 TASK_OF_CLASS = torch.tensor([0, 0, 1, 1, 1])
 # Images of task 0. Classes 0 and 1 are its own, 2 to 4 are task 1's.
@@ -23,7 +23,7 @@ LABELS = torch.tensor([0, 0, 0, 1, 1])
 
 
 def test_class_task_and_within_task_accuracy() -> None:
-    cil, til, tp = Answers.of(TABLE.log(), LABELS, TASK_OF_CLASS).accuracies()
+    cil, til, tp = ReadTable.of(TABLE.log(), LABELS, TASK_OF_CLASS).accuracies()
     assert cil == pytest.approx(2 / 5)  # images 0 and 2
     assert til == pytest.approx(4 / 5)  # all but image 3
     assert tp == pytest.approx(3 / 5)  # images 0, 1 and 3: by mass, not by the best class
@@ -33,27 +33,27 @@ def test_class_task_and_within_task_accuracy() -> None:
     ("row", "expected"), [(0, (1, 1, 1)), (1, (0, 1, 1)), (2, (1, 1, 0)), (3, (0, 0, 1)), (4, (0, 1, 0))]
 )
 def test_each_image_by_itself(row: int, expected: tuple[int, int, int]) -> None:
-    assert Answers.of(TABLE[[row]].log(), LABELS[[row]], TASK_OF_CLASS).accuracies(0) == expected
+    assert ReadTable.of(TABLE[[row]].log(), LABELS[[row]], TASK_OF_CLASS).accuracies(0) == expected
 
 
 def test_images_of_the_second_task() -> None:
     table = TABLE[[2, 4]].log()
     # Image 2 as class 3: classes 2, 3 and 4 are equal and none beats class 0; image 4 as class 2.
-    cil, til, tp = Answers.of(table, torch.tensor([3, 2]), TASK_OF_CLASS).accuracies(1)
+    cil, til, tp = ReadTable.of(table, torch.tensor([3, 2]), TASK_OF_CLASS).accuracies(1)
     assert (cil, tp) == (0.5, 1.0)
     assert til >= 0.5
 
 
 def test_with_one_task_there_is_nothing_to_tell_apart() -> None:
     table = torch.rand(40, 3, generator=torch.Generator().manual_seed(0)).log_softmax(dim=1)
-    cil, til, tp = Answers.of(table, torch.arange(40) % 3, torch.zeros(3, dtype=torch.long)).accuracies()
+    cil, til, tp = ReadTable.of(table, torch.arange(40) % 3, torch.zeros(3, dtype=torch.long)).accuracies()
     assert cil == til
     assert tp == 1
 
 
 def test_probabilities_of_zero_are_answers_too() -> None:
     table = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]]).log()
-    cil, _, tp = Answers.of(table, torch.tensor([1, 1]), TASK_OF_CLASS).accuracies()
+    cil, _, tp = ReadTable.of(table, torch.tensor([1, 1]), TASK_OF_CLASS).accuracies()
     assert (cil, tp) == (0.5, 0.5)
 
 
@@ -68,7 +68,7 @@ def test_more_than_one_task_and_unequal_sizes_against_counting() -> None:
         hits[0] += row.index(max(row)) == label
         hits[1] += (1 if row[1] > row[2] else 2) == label
         hits[2] += mass.index(max(mass)) == 1
-    assert Answers.of(table, labels, task_of_class).accuracies(1) == pytest.approx([h / 200 for h in hits])
+    assert ReadTable.of(table, labels, task_of_class).accuracies(1) == pytest.approx([h / 200 for h in hits])
 
 
 def test_confusion_and_classes_agree_with_the_accuracies() -> None:
@@ -76,13 +76,13 @@ def test_confusion_and_classes_agree_with_the_accuracies() -> None:
     owner = torch.tensor([0, 0, 1, 1, 1])
     table = torch.randn(120, 5, generator=g, dtype=torch.float64).log_softmax(dim=1)
     labels = torch.randint(0, 4, (120,), generator=g).sort().values  # class 4 has no images
-    answers = Answers.of(table, labels, owner)
+    answers = ReadTable.of(table, labels, owner)
     counts, known = answers.task_confusion(), answers.class_accuracy()
     assert known[4] is None and [sum(row) for row in counts] == [int((owner[labels] == t).sum()) for t in (0, 1)]
     for task in (0, 1):
         mine = owner[labels] == task
         cil, _, tp = answers.accuracies(task)
-        assert (cil, tp) == Answers.of(table[mine], labels[mine], owner).accuracies()[::2]
+        assert (cil, tp) == ReadTable.of(table[mine], labels[mine], owner).accuracies()[::2]
         assert tp == pytest.approx(counts[task][task] / sum(counts[task]))
         images = labels.bincount()
         hits = sum(known[c] * int(images[c]) for c in range(4) if owner[c] == task)  # type: ignore[operator]
@@ -90,6 +90,6 @@ def test_confusion_and_classes_agree_with_the_accuracies() -> None:
 
 
 def test_confusion_read_off_a_table() -> None:
-    answers = Answers.of(TABLE.log(), LABELS, TASK_OF_CLASS)
+    answers = ReadTable.of(TABLE.log(), LABELS, TASK_OF_CLASS)
     assert answers.task_confusion() == [[3, 2], [0, 0]]  # by mass, as TP
     assert answers.class_accuracy() == [pytest.approx(2 / 3), 0.0, None, None, None]

@@ -300,7 +300,7 @@ def test_an_interrupt_while_training_loses_nothing(
 
 def test_an_answer_as_json(model: Path, place: Path) -> None:
     (answer,) = lines(model, place / "test" / "cow" / "0.png")
-    assert list(answer) == ["path", "class", "probability", "task", "unknown", "top"]
+    assert list(answer) == ["path", "class", "probability", "task", "unknown", "passes", "top"]
     assert answer["path"] == str(place / "test" / "cow" / "0.png") and answer["task"] == "pets"
     expected = Learner.load(model, device="cpu").answers([answer["path"]])[0]
     assert answer["class"] == expected.name and answer["probability"] == pytest.approx(expected.probability)

@@ -16,6 +16,7 @@ from tpl import Learner, Task, TplError
 from tpl.bench.evaluate import Evaluator
 from tpl.engine import silent
 from tpl.methods import learn_together
+from tpl.methods.base import UNKNOWN
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.stream import Stream
@@ -62,7 +63,7 @@ def test_no_image_is_kept_and_what_is_kept_is_counted(learner: Learner) -> None:
     assert all(not len(seen.features) for seen in method.memory_outputs_)
     kept = {k: v for k, v in shared.items() if k.startswith(("memory.encoder.", "memory.evidence."))}
     counted = sum(t.numel() * t.element_size() for t in kept.values())
-    held = sum(t.numel() * t.element_size() for each in method.held_ for t in each)
+    held = sum(t.numel() * t.element_size() for each in method.held_ for t in each.tensors().values())
     assert method.memory_bytes == counted + held
     numbers = sum(t.numel() for k, t in kept.items() if ".encoder." in k)
     dim = method.encoder.dim
@@ -127,7 +128,8 @@ def test_the_score_is_the_weighed_evidence(learner: Learner, pixels: torch.Tenso
 
 def test_unknown_images_are_told_and_the_score_can_change(learner: Learner, pixels: torch.Tensor) -> None:
     method = method_of(learner)
-    known, noise = method.unknown_scores(pixels), method.unknown_scores(torch.randint_like(pixels[:4], 256))
+    known, noise = (method.answer(p, {UNKNOWN}).unknown for p in (pixels, torch.randint_like(pixels[:4], 256)))
+    assert known is not None and noise is not None
     assert noise.mean() > known.mean()
     pixels = pixels[:4]
     trained, answers = method.config.to_dict(), method.log_probabilities(pixels)

@@ -11,7 +11,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.errors import TplError
-from tpl.methods.base import task_of_class
+from tpl.methods.base import SCORES, UNKNOWN, task_of_class
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.stream import Stream
@@ -73,9 +73,26 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
         assert asked.double().sum(dim=1).mean() < 3
     else:
         assert asked.sum(dim=1).unique().tolist() == [int(passes)]
-    assert method.passes(common) == float(asked.double().sum(dim=1).mean())
+    told = method.answer(pixels, {SCORES}).passes
+    assert told is not None and torch.equal(told, asked.sum(dim=1))
     method.rescore(passes="all")
-    assert method.passes(common) == method.passes() == 3
+    assert passes_of(method, pixels) == 3
+
+
+def passes_of(method: TPLPlus, pixels: torch.Tensor) -> float:
+    told = method.answer(pixels).passes
+    assert told is not None
+    return float(told.double().mean())
+
+
+def test_no_task_asked_is_the_expert_alone(method: TPLPlus, pixels: torch.Tensor) -> None:
+    method.rescore(passes="0")
+    told = method.answer(pixels, {SCORES, UNKNOWN})
+    torch.testing.assert_close(told.log_p, method.expert_says(method.common_features(pixels)))
+    assert told.scores is not None and bool(told.scores.isneginf().all())
+    assert told.unknown is not None and told.unknown.tolist() == [0.0] * len(pixels)  # nobody was asked
+    assert passes_of(method, pixels) == 0
+    method.rescore(passes="all")
 
 
 def test_impossible_choices_are_explained() -> None:
@@ -103,7 +120,7 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     asked = method.tasks_to_ask(method.expert_says(common))
     assert bool(asked[:, 0].all())  # the expert has seen through it
     method.rescore(passes="1")
-    assert 1 <= method.passes(common) <= 2
+    assert 1 <= passes_of(method, pixels) <= 2
     method.rescore(passes="all")
     learner.remove("class 0")
     learner.remove("class 1")  # the first task is gone; what its model sees, the expert still sees
@@ -113,7 +130,7 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     again = Learner.load(tmp_path / "model", device="cpu").method
     torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
     assert differences(tensors_of(again), tensors_of(method)) == []
-    assert method.passes(common) == 1
+    assert passes_of(method, pixels) == 1
 
 
 def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_learner(client: TestClient, learner: Learner) 
     expected = learner.answers([opened(p) for p in PICTURES], top=3)
     assert [answer["path"] for answer in given] == ["0.png", "1.png", "2.png", "3.png"]
     for answer, right in zip(given, expected, strict=True):
-        assert set(answer) == {"path", "class", "probability", "task", "unknown", "top"}
+        assert set(answer) == {"path", "class", "probability", "task", "unknown", "passes", "top"}
         assert_close(answer, right.to_dict())
 
 

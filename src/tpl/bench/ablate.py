@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
+from tpl.methods.base import SCORES
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 
@@ -32,7 +33,6 @@ class Variant:
     group: str
     changes: dict[str, Any] = field(default_factory=dict)
     memory: float = 1.0  # share of every class's exemplars
-    expert_alone: bool = False  # the bank is not asked at all
 
 
 # The paper's ablations (its Fig. 3, the beta table) and the readings in which paper and public code differ.
@@ -68,7 +68,7 @@ VARIANTS: dict[str, Variant] = {
 # What tpl-plus adds. The expert alone is what `ranpac` answers, the bank alone what `tpl` does.
 PLUS_VARIANTS: dict[str, Variant] = {
     "bank alone": Variant("expert", {"weight": 0.0}),
-    "expert alone": Variant("expert", expert_alone=True),
+    "expert alone": Variant("expert", {"passes": "0"}),
     **{f"weight = {w}": Variant("expert", {"weight": w}) for w in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)},
     **{f"passes = {n}": Variant("passes", {"passes": str(n)}) for n in (1, 2, 3, 5)},
     **{
@@ -103,8 +103,7 @@ def ablate(
     unknown = [group for group in only if group not in groups_of(name)]
     if unknown:
         raise TplError(f"{name} has no group of variants '{unknown[0]}'; there are {', '.join(groups_of(name))}.")
-    method = Learner.load(run / "model", weights, device).method
-    assert isinstance(method, TPL)
+    method = cast(TPL, Learner.load(run / "model", weights, device).method)
     outputs = run_outputs(run, description, data, lambda: method, listen).to(method.compute.device)
     return measure_variants(method, outputs, only, listen)
 
@@ -158,14 +157,10 @@ class _Measure:
             if key not in self.known:
                 self.known[key] = self._scores()
             scores, auroc = self.known[key]
-            if variant.expert_alone:
-                assert isinstance(method, TPLPlus) and outputs.common is not None
-                answers, auroc, passes = method.expert_says(outputs.common), None, 0.0
-            else:
-                answers = method.log_probabilities_of(outputs.models, scores, outputs.common)
-                passes = method.passes(outputs.common)
-        found = outputs.accuracies(answers)
-        return {"last": found.last, "tp": found.tp, "auroc": auroc, "passes": passes}
+            told = method.decide(outputs.seen, {SCORES}, scores)
+        assert told.passes is not None
+        found, passes = outputs.accuracies(told.log_p), float(told.passes.double().mean())
+        return {"last": found.last, "tp": found.tp, "auroc": auroc if passes else None, "passes": passes}
 
     def _scores(self) -> tuple[Tensor, float | None]:
         scores = self.method.task_scores(self.outputs.models, self.outputs.common)

@@ -19,8 +19,7 @@ from tpl.bench.outputs import check_unchanged, run_outputs
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.learner import Learner
-from tpl.methods import find_method
-from tpl.methods.bank import BankMethod, Outputs
+from tpl.methods import Method, find_method
 from tpl.methods.base import task_of_class
 
 Array = NDArray[np.float64]
@@ -96,28 +95,26 @@ def run_densities(
     """
     description = RunResult.read(run).description
     name, count = description["method"], len(description["classes"])
-    if not issubclass(find_method(name), BankMethod):
+    if not find_method(name).has_task_models:
         raise TplError(f"{run} is a run of {name}, which has no model of its own for each task; use a run of tpl.")
     if count < 2:
         raise TplError(f"{run} has a single task: there are no others to compare it with.")
     if task is not None and not 1 <= task <= count:
         raise TplError(f"{run} has the tasks 1 to {count}; there is no task {task}.")
 
-    def load() -> BankMethod:
-        method = Learner.load(run / "model", weights, device).method
-        assert isinstance(method, BankMethod)
-        return method
+    def load() -> Method:
+        return Learner.load(run / "model", weights, device).method
 
     if memory:
         images, (seen, tasks) = "images in the replay memory", _remembered(load(), description)
     else:
         images = "test images" if description["validation"] is None else "held-out training images"
         outputs = run_outputs(run, description, data, load)
-        seen, tasks = outputs.models, outputs.tasks
+        seen, tasks = [each.features for each in outputs.models], outputs.tasks
     wanted = range(count) if task is None else (task - 1,)
     found = [
         densities(
-            np.asarray(seen[t].features.cpu(), dtype=np.float64),
+            np.asarray(seen[t].cpu(), dtype=np.float64),
             np.asarray(tasks.cpu()) == t,
             t + 1,
             tuple(description["classes"][t]),
@@ -127,13 +124,13 @@ def run_densities(
     return RunDensities(description, images, found)
 
 
-def _remembered(method: BankMethod, description: dict[str, Any]) -> tuple[list[Outputs], torch.Tensor]:
+def _remembered(method: Method, description: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The memory as each task's model sees it, and its images' tasks."""
     check_unchanged(method, description["classes"])
-    seen: list[Outputs] = getattr(method, "memory_outputs_", [])
-    if method.memory is None or not len(method.memory) or not seen:
+    seen = [method.memory_features(task) for task in range(len(method.task_classes_))]
+    if method.memory is None or not len(method.memory):
         raise TplError("This run kept no images in memory; leave --memory out to see its test images.")
-    return seen, task_of_class(method.task_classes_)[method.memory.labels]
+    return [z for z in seen if z is not None], task_of_class(method.task_classes_)[method.memory.labels]
 
 
 def densities(features: Array, mine: NDArray[np.bool_], task: int, classes: tuple[str, ...]) -> TaskDensities:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +14,7 @@ from torch import Tensor
 
 from tpl.bench import metrics
 from tpl.methods import Method
-from tpl.methods.bank import BankMethod, Outputs, Question
-from tpl.methods.base import task_of_class
+from tpl.methods.base import KEEP, SCORES, task_of_class
 from tpl.stream import ImageSet, Stream, fingerprint
 
 PROBE = 64  # test images of a task that its features' drift is measured on
@@ -39,47 +40,39 @@ class Evaluator:
     def __init__(self, stream: Stream, method: Method) -> None:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
-        self.known: list[Outputs] = []  # one entry a task model, over all test images so far
-        self.common: list[Tensor | None] = []  # what a method sees of each task's test images beside its models
+        self.seen: list[Any] = []  # what the method's `forward` gave for each task's test images
         self.learned: list[Tensor] = []  # the features of some test images as each task's model saw them at first
         self.task_of_class = task_of_class([task.classes for task in stream])
         self.beside: Sequence[Evaluator] = ()  # of runs in step with this one, which measure before it
 
     def stage(self, upto: int) -> StageResult:
         """Accuracies on tasks 0..`upto`, which the method has learned."""
-        seen = len(self.pixels)
         twin = self._twin(upto)
         while len(self.pixels) <= upto:
             images = self.stream[len(self.pixels)].test
             assert images is not None  # Benchmark.stream sees to it
             self.pixels.append(self._prepare(images) if twin is None else twin.pixels[len(self.pixels)])
-        if twin is not None:
-            self.known = list(twin.known)
-            seen = upto + 1
-        table, scores = self._ask(seen)
+        before = self.seen if twin is None else twin.seen
+        pairs = itertools.zip_longest(self.pixels, before)
+        self.seen = [self.method.forward(pixels, {SCORES, KEEP}, earlier) for pixels, earlier in pairs]
+        told = self.method.decide(self.seen, {SCORES})
+        table, scores = told.log_p, told.scores
+        passes = None if told.passes is None else float(told.passes.double().mean())
         labels = torch.cat([self._labels(i) for i in range(len(self.pixels))])
-        answers = Answers.of(table, labels, self.task_of_class[: table.shape[1]])
+        answers = ReadTable.of(table, labels, self.task_of_class[: table.shape[1]])
         detection = None
         if scores is not None and upto > 0:
             detection = metrics.detection(scores.cpu().numpy(), answers.true_tasks.numpy())
         rows = [answers.accuracies(task) for task in range(upto + 1)]
         cil, til, tp = (list(column) for column in zip(*rows, strict=True))
         confusion, known = answers.task_confusion(), answers.class_accuracy()
-        return StageResult(cil, til, tp, detection, self._passes(), self._drift(), confusion, known)
+        return StageResult(cil, til, tp, detection, passes, self._drift(), confusion, known)
 
     def _twin(self, upto: int) -> Evaluator | None:
         """One that has asked the same task models about the same images already, as those of TPL, MORE and ROW are."""
-        method = self.method
-        if not isinstance(method, BankMethod) or type(method).answers is not BankMethod.answers:
-            return None
-        if method.bank.same_as is None or not method.outputs_are_final:
-            return None
         for other in self.beside:
-            asked = other.method
-            if isinstance(asked, BankMethod) and asked.bank is method.bank.same_as and len(other.pixels) == upto + 1:
-                plain = type(asked).answers is BankMethod.answers and asked.bank.looks == method.bank.looks
-                if plain and len(other.known) == len(method.bank.tasks) and other._tests == self._tests:
-                    return other
+            if len(other.seen) == upto + 1 and self.method.shares_forward(other.method) and other._tests == self._tests:
+                return other
         return None
 
     @cached_property
@@ -93,45 +86,18 @@ class Evaluator:
         fits = compute.room_for(len(images) * preprocess.bytes_per_image)
         return preprocess.batch(images, device=compute.device if fits else None)
 
-    def _ask(self, seen: int) -> tuple[Tensor, Tensor | None]:
-        """log P(class) of all test images, and task scores where the method has any; `seen` tasks were asked before."""
-        method = self.method
-        if not isinstance(method, BankMethod):
-            return torch.cat([method.log_probabilities(pixels) for pixels in self.pixels]), None
-        if not method.outputs_are_final and len(self.known) < len(method.bank.tasks):
-            self.known = []  # a new task has moved the old ones' outputs
-        old_models = len(self.known)
-        fresh = [method.answers(pixels, [Question(m) for m in range(old_models)]) for pixels in self.pixels[seen:]]
-        for model, before in enumerate(self.known):
-            self.known[model] = _joined([before, *(told[model] for told in fresh)])
-        new = [Question(model) for model in range(old_models, len(method.bank.tasks))]
-        told = [method.answers(pixels, new) for pixels in self.pixels]
-        self.known += [_joined(list(each)) for each in zip(*told, strict=True)]
-        self.common += [method.common_features(pixels) for pixels in self.pixels[len(self.common) :]]
-        common = self._common()
-        scores = method.task_scores(self.known, common)
-        return method.log_probabilities_of(self.known, scores, common), scores
-
-    def _common(self) -> Tensor | None:
-        found = [features for features in self.common if features is not None]
-        return torch.cat(found) if found else None
-
-    def _passes(self) -> float | None:
-        return self.method.passes(self._common()) if isinstance(self.method, BankMethod) else None
-
     def _drift(self) -> float | None:
         """Asks every task's model again about the images it was first asked about.
 
         Each task in a pass of its own, which is the same every time: among other rows, a CPU may round differently.
         """
-        if not isinstance(self.method, BankMethod):
-            return None
         probes = [pixels[:PROBE].to(self.method.compute.device) for pixels in self.pixels]
-        told = [self.method.bank.outputs(probe, task) for task, probe in enumerate(probes)]
-        changes = [
-            float((seen.features - before).abs().max()) for seen, before in zip(told, self.learned, strict=False)
-        ]
-        self.learned += [seen.features for seen in told[len(self.learned) :]]
+        found = [self.method.task_features(probe, task) for task, probe in enumerate(probes)]
+        features = [each for each in found if each is not None]
+        if not features:
+            return None
+        changes = [float((now - then).abs().max()) for now, then in zip(features, self.learned, strict=False)]
+        self.learned += features[len(self.learned) :]
         return max(changes, default=0.0)
 
     def _labels(self, task: int) -> Tensor:
@@ -141,12 +107,8 @@ class Evaluator:
         return torch.tensor(np.asarray(images.labels)) + offset
 
 
-def _joined(parts: list[Outputs]) -> Outputs:
-    return Outputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
 @dataclass(frozen=True)
-class Answers:
+class ReadTable:
     """What a table of log P(class | image) comes to, image by image; on the CPU, wherever the table was read."""
 
     owner: Tensor  # the task of every class
@@ -156,7 +118,7 @@ class Answers:
     tasks: Tensor  # the task with the largest P(task | x), the sum of P(class | x) over its classes
 
     @classmethod
-    def of(cls, table: Tensor, labels: Tensor, owner: Tensor) -> Answers:
+    def of(cls, table: Tensor, labels: Tensor, owner: Tensor) -> ReadTable:
         """Read a table `[n, classes]`, given the true classes and the task of every class."""
         tasks, truth = owner.to(table.device), labels.to(table.device)
         inside = table.masked_fill(tasks != tasks[truth].unsqueeze(1), -torch.inf)

@@ -52,13 +52,14 @@ def write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner
         "classes": [list(task.classes) for task in stream],
         "test_images": [len(task.test) if task.test is not None else 0 for task in stream],
         "validation": spec.validation,
+        "held_out": spec.held_out,
         "encoder": {"name": encoder.name, "sha256": encoder.sha256},
         "data": data_hashes(stream),
         "precision": "bf16" if learner.method.compute.bf16 else "fp32",
     }
     file = out / "run.json"
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = {"held_out": 0.0} | json.loads(file.read_text(encoding="utf-8"))  # early runs held nothing out
         differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
         if differing:
             raise RunError(f"{out} was started with other settings ({', '.join(differing)}); it cannot be resumed so.")

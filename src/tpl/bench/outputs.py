@@ -24,11 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tpl.bench.benchmarks import find_benchmark
-from tpl.bench.evaluate import Answers
+from tpl.bench.evaluate import ReadTable
 from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
-from tpl.methods.bank import BankMethod, Outputs
-from tpl.methods.base import task_of_class
+from tpl.methods import Method
+from tpl.methods.bank import Outputs, Seen
+from tpl.methods.base import KEEP, task_of_class
 from tpl.store import sha256
 from tpl.stream import Stream, fingerprint
 
@@ -60,18 +61,23 @@ class RunOutputs:
         common = None if self.common is None else self.common.to(device)
         return RunOutputs(moved, self.labels, self.tasks, common)
 
+    @property
+    def seen(self) -> list[Seen]:
+        """For a method's `decide`."""
+        return [Seen(self.models, self.common)]
+
     def accuracies(self, log_probabilities: Tensor) -> Accuracies:
         """How right an answer to all images is."""
         owner = self.tasks.new_zeros(int(self.labels.max()) + 1)
         owner[self.labels] = self.tasks
-        return Accuracies(*Answers.of(log_probabilities, self.labels, owner).accuracies())
+        return Accuracies(*ReadTable.of(log_probabilities, self.labels, owner).accuracies())
 
 
 def run_outputs(
     run: Path,
     description: dict[str, Any],
     data: Path | None,
-    load: Callable[[], BankMethod],
+    load: Callable[[], Method],
     listen: Listener = silent,
 ) -> RunOutputs:
     """The run's outputs: read where they are kept, else computed from the images in `data` and kept.
@@ -96,7 +102,7 @@ def run_outputs(
     return outputs
 
 
-def check_unchanged(method: BankMethod, classes: Sequence[Sequence[str]]) -> None:
+def check_unchanged(method: Method, classes: Sequence[Sequence[str]]) -> None:
     """Refuse a model that has other numbers of classes than when the run was measured."""
     if [len(names) for names in method.task_classes_] != [len(names) for names in classes]:
         raise TplError("The run's model has gained or lost classes since: it is not the one that was measured.")
@@ -137,26 +143,23 @@ def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
     )
 
 
-def compute_outputs(method: BankMethod, stream: Stream, listen: Listener = silent) -> RunOutputs:
+def compute_outputs(method: Method, stream: Stream, listen: Listener = silent) -> RunOutputs:
     """Show every task's test images to every task's model; no more than one task's images are held at a time."""
     listen(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
     check_unchanged(method, [task.classes for task in stream])
-    seen: list[list[Outputs]] = []
-    labels, common, offset = [], [], 0
+    parts: list[Seen] = []
+    labels, offset = [], 0
     for task in stream:
         assert task.test is not None  # Benchmark.stream sees to it
         fits = method.compute.room_for(len(task.test) * method.preprocess.bytes_per_image)
         pixels = method.preprocess.batch(task.test, device=method.compute.device if fits else None)
-        seen.append([Outputs(*(column.cpu() for column in outputs)) for outputs in method.outputs(pixels)])
-        beside = method.common_features(pixels)
-        common += [] if beside is None else [beside.cpu()]
+        parts.append(method.forward(pixels, {KEEP}).cpu())
         labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
         offset += len(task.classes)
         listen(Event("step", {"steps": 1}))
-    models = [Outputs(*(torch.cat(column) for column in zip(*parts, strict=True))) for parts in zip(*seen, strict=True)]
-    joined = torch.cat(labels)
+    seen, joined = Seen.joined(parts), torch.cat(labels)
     owner = task_of_class([task.classes for task in stream])
-    return RunOutputs(models, joined, owner[joined], torch.cat(common) if common else None)
+    return RunOutputs(seen.outputs, joined, owner[joined], seen.common)
 
 
 def _keep(run: Path, description: dict[str, Any], outputs: RunOutputs) -> None:

@@ -26,9 +26,7 @@ from tpl.bench.results import RunResult, numbers_so_far, summarise
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
-from tpl.learner import Learner
-from tpl.methods import learn_together
-from tpl.methods.bank import BankMethod
+from tpl.learner import Learner, learn_side_by_side
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore
 from tpl.stream import Stream, Task
@@ -87,8 +85,8 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
         return
     started = time.perf_counter()
     runs, tasks = zip(*pairs, strict=True)
-    tasks = tuple(dataclasses.replace(task, test=None) for task in tasks)  # a method never gets test images
-    learn_together([run.learner.method for run in runs], tasks, [run.tell for run in runs])
+    shares, listeners = [run.spec.held_out for run in runs], [run.tell for run in runs]
+    learn_side_by_side([run.learner for run in runs], tasks, shares, listeners)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
 
@@ -201,7 +199,8 @@ class OpenRun:
         content["memory_images"] = len(method.memory) if method.memory else 0
         content["memory_bytes"] = method.memory_bytes
         content["parameters"] = method.parameters()
-        content["capacity"] = method.bank.capacity() if isinstance(method, BankMethod) else None
+        content["capacity"] = method.capacity()
+        content["weighting"] = method.weighting()
         content["peak_device_bytes"] = method.compute.peak_memory()
         write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpl.bench.benchmarks import Benchmark, find_benchmark
 from tpl.engine import choose_compute
+from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method
 from tpl.nets import check_encoder_name, is_resnet
@@ -36,6 +37,7 @@ class RunSpec:
     per_task: int | tuple[int, ...] | None = None  # classes a task; None = the benchmark's own
     tasks: int | None = None
     validation: float | None = None
+    held_out: float = 0.0  # share of every class that is not trained on, but weighs answers and tells unknown images
     device: str = "auto"
     precision: str = "auto"
     compile: str = "auto"
@@ -57,6 +59,8 @@ class RunSpec:
 
     def check(self) -> None:
         """Refuse what can be refused before any data is read."""
+        if not 0 <= self.held_out < 1:
+            raise TplError(f"held_out takes a share of at least 0 and below 1; got {self.held_out:g}.")
         self.all_options()
         check_encoder_name(self.encoder)
         choose_compute(self.device, self.precision, self.compile)
@@ -83,6 +87,8 @@ class RunSpec:
     def directory_name(self) -> str:
         """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
         content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ELSEWHERE}
+        if not self.held_out:
+            del content["held_out"]  # as before there was a choice
         content["options"] = json.dumps(self.all_options(), sort_keys=True)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
+from tpl.methods.base import SCORES
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
 from tpl.store import replace_text
@@ -83,8 +84,8 @@ def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, li
 def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """Every detector of one run's model, hard and calibrated."""
     description = RunResult.read(place).description
-    method = Learner.load(place / "model", spec.weights, spec.device, spec.precision, spec.compile).method
-    assert isinstance(method, HAT)
+    loaded = Learner.load(place / "model", spec.weights, spec.device, spec.precision, spec.compile)
+    method = cast(HAT, loaded.method)  # `_trained` runs no other
     plain = run_outputs(place, description, spec.data, lambda: method).to(method.compute.device)
     for name in detectors:
         method.rescore(score=name, choice="hard")
@@ -95,11 +96,12 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
 
 
 def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
-    scores = method.task_scores(outputs.models)
-    hard = outputs.accuracies(method.log_probabilities_of(outputs.models))
-    auroc = metrics.detection(scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
+    told = method.decide(outputs.seen, {SCORES})
+    assert told.scores is not None
+    hard = outputs.accuracies(told.log_p)
+    auroc = metrics.detection(told.scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
     method.rescore(choice="calibrated")
-    calibrated = outputs.accuracies(method.log_probabilities_of(outputs.models))
+    calibrated = outputs.accuracies(method.decide(outputs.seen, (), told.scores).log_p)
     method.rescore(choice="hard")
     return {"last": hard.last, "auroc": auroc, "til": hard.til, "last_calibrated": calibrated.last}
 

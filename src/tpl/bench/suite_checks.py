@@ -26,6 +26,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     "per_task": (int, list),
     "tasks": (int,),
     "validation": (float, int),
+    "held_out": (float, int),
     "device": (str,),
     "precision": (str,),
     "compile": (str,),

@@ -63,6 +63,13 @@ Track = Annotated[
 Validation = Annotated[
     float | None, typer.Option(help="Measure on this share of the training images instead of the test images.")
 ]
+HeldOut = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of each class's training images that is not trained on, but tells how far to trust the parts of an "
+        "answer, and what unknown images are; 0 by default, 0.1 in `tpl learn`."
+    ),
+]
 Weights = Annotated[Path | None, typer.Option(help="Encoder weights: a .safetensors file or a torch state dict.")]
 
 # Options of methods: the common ones by name, all others with --set. `overrides` puts them together.

@@ -18,6 +18,7 @@ from tpl.cli.app import (
     Download,
     EncoderName,
     Epochs,
+    HeldOut,
     Latent,
     Memory,
     PerTask,
@@ -97,6 +98,7 @@ def run(
     per_task: PerTask = None,
     tasks: Tasks = None,
     validation: Validation = None,
+    held_out: HeldOut = None,
     epochs: Epochs = None,
     lr: Rate = None,
     memory: Memory = None,
@@ -132,7 +134,7 @@ def run(
 
     `tpl run digits-5t --method tpl,more,row,hat`
 
-    `tpl run folder --data photos/ --per-task 3 --validation 0.2`
+    `tpl run folder --data photos/ --per-task 3 --validation 0.2 --held-out 0.1`
 
     `tpl run c100-10t --encoder resnet18:128 --data cifar100/ --method tpl,more,row`
 
@@ -164,6 +166,7 @@ def run(
             per_task=class_sizes(per_task),
             tasks=tasks,
             validation=validation,
+            held_out=held_out or 0.0,
             device=device,
             precision=precision,
             compile=compile,

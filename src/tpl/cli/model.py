@@ -20,6 +20,7 @@ from tpl.cli.model_words import (
     percent,
     size,
     unknown_text,
+    weighting_text,
 )
 from tpl.errors import TplError
 
@@ -57,6 +58,8 @@ def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None
         "capacity": capacity_text(about["capacity"]),
         "unknown": unknown_text(about["smallest_reject"]),
     }
+    if about["weighting"] is not None:
+        facts["weighting"] = weighting_text(about["weighting"])
     grid = Table.grid(padding=(0, 2))
     for name, text in facts.items():
         grid.add_row(f"[bold]{name}[/]", escape(text))
@@ -151,6 +154,7 @@ def _about(model: Path, learner: Learner) -> dict[str, Any]:
         "encoder": {"name": method.encoder.name, "sha256": method.encoder.sha256},
         "memory": memory_of(learner),
         "capacity": learner.capacity(),
+        "weighting": method.weighting(),
         "smallest_reject": learner.rejection_floor(),
         "bytes": bytes_on_disk(model),
     }

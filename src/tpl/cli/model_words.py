@@ -88,3 +88,10 @@ def listed(names: Sequence[str], most: int = SHOWN) -> str:
 def warn(text: str) -> None:
     """One line on stderr."""
     err.print(f"[yellow]warning:[/] {escape(printable(text))}", soft_wrap=True, highlight=False)
+
+
+def weighting_text(weighting: dict[str, Any]) -> str:
+    """How far the tasks' models and the classifier over all classes count."""
+    images = weighting["fitted_on"]
+    origin = f"fitted on {images} held-out image{'s' * (images != 1)}" if images else "as the options say"
+    return f"task models ^ {weighting['bank']:g} x classifier over all classes ^ {weighting['expert']:g}, {origin}"

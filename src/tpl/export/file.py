@@ -69,7 +69,7 @@ def export_onnx(learner: Learner, file: Path | str, precision: str = "fp32") -> 
                 f"encoder '{method.encoder.name}' is not exported rightly. Nothing was written."
             )
         os.replace(made, file)
-    outputs = ANSWERS[: 2 + graph.tells_unknown]
+    outputs = ANSWERS[: 2 + len(graph.want)]
     return Exported(file, precision, file.stat().st_size, outputs, comparison)
 
 
@@ -83,7 +83,7 @@ def _traced(graph: AnswerGraph) -> onnx.ModelProto:
             traced,
             dynamo=True,
             input_names=[IMAGES],
-            output_names=list(ANSWERS[: 2 + graph.tells_unknown]),
+            output_names=list(ANSWERS[: 2 + len(graph.want)]),
             opset_version=OPSET,
             external_data=False,
             verbose=False,

@@ -6,6 +6,7 @@ Scores, calibration and composition are the method's own code, traced: every cho
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,11 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.export.trunk import trunk_of
 from tpl.learner import Learner
-from tpl.methods.bank import Outputs
+from tpl.methods.bank import Outputs, Seen
 from tpl.methods.bank.looks import UPRIGHT
-from tpl.methods.base import task_of_class
-from tpl.methods.plus import TPLPlus
+from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.tpl import TPL
 from tpl.nets.encoder import ViTEncoder
-from tpl.scores.conformal import unknown_scores
 
 CPU = torch.device("cpu")
 METHODS = ("tpl", "tpl-plus")
@@ -27,8 +26,8 @@ METHODS = ("tpl", "tpl-plus")
 
 def exportable(learner: Learner) -> TPL:
     """The method of a learner that can become a graph, or the reason why it cannot."""
-    method = learner.method
-    if not isinstance(method, TPL) or method.name not in METHODS:
+    method = cast(TPL, learner.method)
+    if method.name not in METHODS:
         raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
@@ -55,26 +54,13 @@ class AnswerGraph(nn.Module):
         owner = task_of_class(method.task_classes_)
         self.members = torch.nn.functional.one_hot(owner, len(method.task_classes_)).double()  # [classes, tasks]
         # Unknown images can be told where every task has images that were held out.
-        self.tells_unknown = method.smallest_rejected_share() < 1
-        self.held_out = [method.held_out_knownness(t) for t in range(len(method.bank.tasks))]
+        self.want = {UNKNOWN} if method.rejection_floor() < 1 else set()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """log P(class), P(task), and where the model can tell it, how unknown each image is; float32."""
         method = self.method
-        seen = self.trunk(self.normalise(images)).unbind(0)
-        outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(seen[: len(method.bank.tasks)])]
-        log_p = method.log_probabilities_of(outputs, common=self._common(seen))
-        answers = [log_p, log_p.exp() @ self.members]
-        if self.tells_unknown:
-            known = [method.knownness(t, each) for t, each in enumerate(outputs)]
-            answers.append(unknown_scores(known, self.held_out))
+        networks = self.trunk(self.normalise(images)).unbind(0)  # the last is the encoder as it came, where it is asked
+        outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
+        told = method.decide([Seen(outputs, method.join_common(networks[-1], networks))], self.want)
+        answers = [told.log_p, told.log_p.exp() @ self.members, *([] if told.unknown is None else [told.unknown])]
         return tuple(answer.float() for answer in answers)
-
-    def _common(self, seen: tuple[Tensor, ...]) -> Tensor | None:
-        """What is seen beside the tasks' models, if anything: the trunk's last network is the encoder as it came."""
-        if not self.method.asks_encoder:
-            return None
-        if not isinstance(self.method, TPLPlus) or self.method.config.sees != "first":
-            return seen[-1]
-        first = 0 if self.method.view_ is None else len(self.method.bank.tasks)
-        return torch.cat([seen[-1], seen[first]], dim=1)

@@ -10,8 +10,9 @@ import importlib
 import pkgutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,20 @@ NOT_COUNTED = ("memory.", "held.", "score.scatter_")
 WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are, unless compile=on
 
 
+# What can be wanted of an answer beside the probabilities; KEEP: that `forward` sees all that a later stage may need.
+SCORES, UNKNOWN, KEEP = "scores", "unknown", "keep"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a method says of a batch of images; None stands for what was not wanted or what the method does not have."""
+
+    log_p: Tensor  # log P(class | image), [n, classes], float64; rows sum to 1
+    scores: Tensor | None = None  # how much each task claims each image, [n, tasks]; -inf where it was not computed
+    unknown: Tensor | None = None  # how little each image looks like any class learned, [n] in [0, 1]
+    passes: Tensor | None = None  # passes through task models for each image, [n]
+
+
 class Method(ABC):
     """Learns tasks one by one and tells all their classes apart."""
 
@@ -46,6 +61,7 @@ class Method(ABC):
     cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
     own_rate: ClassVar[bool] = False  # its optimiser is not SGD: a benchmark's learning rate is not meant for it
     splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
+    has_task_models: ClassVar[bool] = False  # whether every task has a model of its own
 
     memory: Memory | None = None
 
@@ -120,9 +136,41 @@ class Method(ABC):
     def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods have no use for them)
         """Note what the newest task's model says of images held out of its training, where that is of use."""
 
-    def unknown_scores(self, pixels: Tensor) -> Tensor:
-        """How little each image looks like any class learned, `[n]` in [0, 1]."""
-        raise TplError(f"The method '{self.name}' cannot tell unknown images: it has no task scores. Use tpl.")
+    def forward(self, pixels: Tensor, want: Collection[str] = (), before: Any = None) -> Any:
+        """What the networks say of uint8 images: the part of an answer that takes time, for `decide`.
+
+        `before` is what an earlier call that wanted KEEP gave for the same images, of this method or of one whose
+        forward it shares; what no later task can change is not computed again.
+        """
+        return pixels
+
+    def decide(self, seen: Sequence[Any], want: Collection[str] = ()) -> Answers:
+        """The answer, from what `forward` gave for one or several groups of images, which are joined."""
+        return Answers(torch.cat([self.log_probabilities(pixels) for pixels in seen]))
+
+    def shares_forward(self, other: Method) -> bool:
+        """Whether `forward` of another method gives what this method's would for the same images."""
+        return False
+
+    def task_features(self, pixels: Tensor, task: int) -> Tensor | None:
+        """Features of uint8 images under one task's model, `[n, dim]`; None without task models."""
+        return None
+
+    def memory_features(self, task: int) -> Tensor | None:
+        """Features of the memory's images under one task's model, `[images, dim]`; None where they are not kept."""
+        return None
+
+    def rejection_floor(self) -> float:
+        """The smallest share of known images at which any image can be rejected as unknown; 1: it never can."""
+        return 1.0
+
+    def weighting(self) -> dict[str, Any] | None:
+        """How far each part of an answer counts, and by what that was chosen; None if there is one part alone."""
+        return None
+
+    def capacity(self) -> dict[str, float] | None:
+        """How full the network is: shares of units in use and of weights frozen; None if it cannot fill up."""
+        return None
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """Take up more images of known classes."""
@@ -146,6 +194,13 @@ class Method(ABC):
         return trunk + sum(t.numel() for k, t in kept if not k.startswith(NOT_COUNTED))
 
     # What every method gets
+
+    def answer(self, pixels: Tensor, want: Collection[str] = ()) -> Answers:
+        """All that is said of uint8 images in the encoder's size; `want` names more than probabilities.
+
+        This is the one road to an answer: for Python, the command line, the server, benchmarks and export.
+        """
+        return self.decide([self.forward(pixels, want)], want)
 
     @property
     def memory_bytes(self) -> int:

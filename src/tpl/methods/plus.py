@@ -10,27 +10,28 @@ are worth asking at all (`passes`). a is 1 and w an option, unless images held o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Samples
+from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, Question, TaskModel, within_tasks
-from tpl.methods.base import register, task_of_class
+from tpl.methods.bank import Outputs, Question, Seen, TaskModel, within_tasks
+from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
 from tpl.methods.parts.balance import Balance
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
-from tpl.nets import Encoder, unstacked
+from tpl.nets import Encoder
+from tpl.scores.conformal import unknown_scores
 from tpl.state import beginning_with
 from tpl.stream import Task
 
-ALL, AUTO = "all", "auto"
+ALL, AUTO, NOBODY = "all", "auto", "0"
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
@@ -52,13 +53,15 @@ class PlusConfig(RidgeConfig, TPLConfig):
         "how much bank and expert count: by images held out, where there are any; or fixed",
         ("fitted", "fixed"),
     )
-    passes: str = option("all", "tasks asked for an image: all, a number, or auto: until `covered` is reached")
+    passes: str = option(
+        "all", "tasks asked for an image: all, a number (0: the expert alone), or auto: until `covered` is reached"
+    )
     covered: float = option(0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.passes not in (ALL, AUTO) and not (self.passes.isdigit() and int(self.passes) > 0):
-            raise TplError(f"passes must be all, auto or a number from 1 on; got '{self.passes}'.")
+        if self.passes not in (ALL, AUTO) and not self.passes.isdecimal():
+            raise TplError(f"passes must be all, auto or a number of tasks; got '{self.passes}'.")
         if self.passes != ALL and self.calibration == "probability":
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
         if self.looks != "upright":
@@ -100,12 +103,12 @@ class TPLPlus(TPL):
     def hold_out(self, held: Samples) -> None:
         """As TPL; and the held-out images tell how far bank and expert can be trusted."""
         super().hold_out(held)
-        self._weigh(held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own)
+        self._weigh(held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common)
 
-    def _weigh(self, pixels: Tensor, numbers: Tensor) -> None:
+    def _weigh(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
         """Take note of images that neither the bank nor the expert was trained on, and of their classes."""
         if len(numbers) and len(self.classes_) > 1:
-            common = self.common_features(pixels)
+            common = self.common_features(pixels) if common is None else common
             bank = super().log_probabilities_of(self._outputs_beside(common, pixels), common=common)
             self.balance_ = self.balance_.noted(bank, self.expert_says(common), numbers)
 
@@ -114,6 +117,12 @@ class TPLPlus(TPL):
         """a and w."""
         fitted = self.config.balance == "fitted" and self.balance_.images > 0
         return self.balance_.exponents if fitted else (1.0, self.config.weight)
+
+    def weighting(self) -> dict[str, Any]:
+        """The exponents, and the number of held-out images that they were fitted on; 0: they are the options' own."""
+        a, w = self.exponents
+        fitted = self.balance_.images if self.config.balance == "fitted" else 0
+        return {"bank": round(a, 4), "expert": round(w, 4), "fitted_on": fitted}
 
     def _of_memory(self) -> Tensor:
         """The `common_features` of the memory's images; what the first task's model says of them is there already."""
@@ -139,6 +148,12 @@ class TPLPlus(TPL):
         plain = self.encoder_features(pixels)
         return plain if self.config.sees == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
 
+    def join_common(self, encoder: Tensor, models: Sequence[Tensor]) -> Tensor:
+        """`common_features` from the encoder's own features and those under each of `models`."""
+        if self.config.sees == "encoder":
+            return encoder
+        return torch.cat([encoder, models[0 if self.view_ is None else len(self.bank.tasks)]], dim=1)
+
     @property
     def _through_first_task(self) -> bool:
         """Whether what the expert sees is also what the first task of the bank sees."""
@@ -148,20 +163,18 @@ class TPLPlus(TPL):
         if self.view_ is None:
             return self.bank.outputs(pixels, 0).features
         weights = self.bank.protection.finished(self.bank.adapters.weights, self.view_.embedding)
-        return self._look(pixels, self.view_.norms, *weights)
-
-    @cached_property
-    def _look(self) -> Inference:
-        return Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
+        return self.adapted_features(pixels, self.view_.norms, *weights)
 
     def _first_task(self, common: Tensor) -> Outputs:
         """The first task's answer, of what the expert has seen through its model."""
         features = common[:, self.encoder.dim :]
         return Outputs(features, self.bank.logits(features, 0))
 
-    def _outputs_beside(self, common: Tensor, pixels: Tensor) -> list[Outputs]:
-        """Every task's outputs; what the expert has seen of the first one already is not computed again."""
-        return self.outputs(pixels, [self._first_task(common)] if self._through_first_task else None)
+    def _outputs_beside(self, common: Tensor, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
+        """Every task's outputs; what is known, or was seen for the expert already, is not computed again."""
+        if not known and self._through_first_task:
+            known = [self._first_task(common)]
+        return self.outputs(pixels, known)
 
     def expert_says(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from the encoder's own features."""
@@ -172,6 +185,64 @@ class TPLPlus(TPL):
         """Features of both kinds at one length, so that neither outweighs the other."""
         return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
+    def forward(self, pixels: Tensor, want: Collection[str] = (), before: Seen | None = None) -> Seen:
+        """What the expert sees, then the outputs of the tasks that it finds worth asking about each image.
+
+        With KEEP every task is asked about every image: at a later stage other tasks may be worth asking. So is it for
+        unknown scores of a model from before `held_common` was kept.
+        """
+        common = self._common(pixels, before)
+        assert common is not None
+        if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_who_is_asked):
+            return Seen(self._outputs_beside(common, pixels, self._still_true(before)), common, by=self)
+        asked = self.tasks_to_ask(self.expert_says(common))
+        rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
+        outputs: list[Outputs] = []
+        if self._through_first_task and self.bank.tasks:
+            outputs = [self._first_task(common[rows_of[0].to(common.device)])]
+        questions = [Question(t, rows_of[t]) for t in range(len(outputs), len(rows_of))]
+        return Seen(outputs + self.answers(pixels, questions), common, asked, by=self)
+
+    def decide(self, seen: Sequence[Seen], want: Collection[str] = (), scores: Tensor | None = None) -> Answers:
+        """The bank's answer times the expert's; tasks that are not worth asking about an image have no say in it."""
+        all_ = Seen.joined(seen)
+        assert all_.common is not None
+        says = self.expert_says(all_.common)
+        asked = self.tasks_to_ask(says) if all_.asked is None else all_.asked
+        scores = _dense(all_, self._scores_of(all_)) if scores is None else scores
+        log_p = self._fused(all_, asked, scores, says)
+        unknown = None
+        if UNKNOWN in want:
+            known = _dense(all_, [self.knownness(t, each) for t, each in enumerate(all_.outputs)])
+            known = known.masked_fill(~asked, -torch.inf) if self._knows_who_is_asked else known
+            unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
+        return Answers(log_p, scores, unknown, asked.sum(dim=1))
+
+    def _scores_of(self, seen: Seen) -> list[Tensor]:
+        """Every task's scores of the images it was asked about."""
+        contrast = self.contrast(seen.common)
+        if seen.asked is None or contrast is None:
+            return [self.score_of(t, each, contrast) for t, each in enumerate(seen.outputs)]
+        return [self.score_of(t, each, contrast[seen.asked[:, t]]) for t, each in enumerate(seen.outputs)]
+
+    def _fused(self, seen: Seen, asked: Tensor, scores: Tensor, says: Tensor) -> Tensor:
+        """log P(class | image) of bank and expert; classes of tasks that were not asked are out of question."""
+        a, w = self.exponents
+        if self.config.passes == NOBODY:
+            return says
+        if self.config.passes == ALL:
+            bank = TPL.log_probabilities_of(self, seen.outputs, scores, seen.common)
+            return (a * bank + w * says).log_softmax(dim=1)
+        owner = task_of_class(self.task_classes_).to(scores.device)
+        if seen.asked is None:
+            within = within_tasks(seen.outputs)
+        else:
+            within = torch.zeros_like(says)
+            for t, each in enumerate(seen.outputs):
+                within[asked[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
+        bank = a * (within + self.task_log_probabilities(scores.masked_fill(~asked, -torch.inf))[:, owner])
+        return (bank.masked_fill(~asked[:, owner], NEVER) + w * says).log_softmax(dim=1)
+
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
@@ -179,49 +250,9 @@ class TPLPlus(TPL):
         if common is None:
             return super().log_probabilities_of(outputs, scores)
         says = self.expert_says(common)
-        if self.config.passes == ALL:
-            bank = super().log_probabilities_of(outputs, scores, common)
-            a, w = self.exponents
-            return (a * bank + w * says).log_softmax(dim=1)
-        scores = self.task_scores(outputs, common) if scores is None else scores
-        return self._of_some(within_tasks(outputs), scores.masked_fill(~self.tasks_to_ask(says), -torch.inf), says)
-
-    def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """The same; tasks that are not to be asked about an image do not see it."""
-        common = self.common_features(pixels)
-        if self.config.passes == ALL:
-            return self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
-        says = self.expert_says(common)
         asked = self.tasks_to_ask(says)
-        contrast = self.contrast(common)
-        scores = torch.full_like(asked, -torch.inf, dtype=torch.float64)
-        within = torch.zeros_like(says)
-        firsts = [sum(model.own for model in self.bank.tasks[:t]) for t in range(len(self.bank.tasks))]
-        for t, rows, seen in self._asked(asked, pixels, common):
-            scores[rows, t] = self.score_of(t, seen, None if contrast is None else contrast[rows])
-            within[rows, firsts[t] : firsts[t] + self.bank.tasks[t].own] = within_tasks([seen])
-        return self._of_some(within, scores, says)
-
-    def _asked(self, asked: Tensor, pixels: Tensor, common: Tensor) -> Iterator[tuple[int, Tensor, Outputs]]:
-        """What each task's model says of the rows it is asked about, `[n, tasks]`: all of them share their passes.
-
-        What the expert has seen of the first one already is not computed again.
-        """
-        rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
-        known = int(self._through_first_task)
-        if known and len(rows_of[0]):
-            rows = rows_of[0].to(common.device)
-            yield 0, rows, self._first_task(common[rows])
-        questions = [Question(t, rows) for t, rows in enumerate(rows_of) if t >= known and len(rows)]
-        for (task, _), seen in zip(questions, self.answers(pixels, questions), strict=True):
-            yield task, rows_of[task].to(common.device), seen
-
-    def _of_some(self, within: Tensor, scores: Tensor, says: Tensor) -> Tensor:
-        """The answer where some tasks, with score -inf, were not asked: their classes are out of question."""
-        owner = task_of_class(self.task_classes_).to(scores.device)
-        a, w = self.exponents
-        bank = a * (within + self.task_log_probabilities(scores)[:, owner])
-        return (bank.masked_fill(scores.isneginf()[:, owner], NEVER) + w * says).log_softmax(dim=1)
+        scores = self.task_scores(outputs, common) if scores is None else scores
+        return self._fused(Seen(outputs, common), asked, scores, says)
 
     def tasks_to_ask(self, says: Tensor) -> Tensor:
         """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes.
@@ -232,8 +263,8 @@ class TPLPlus(TPL):
         count = len(self.task_classes_)
         share = torch.zeros(says.shape[0], count, dtype=torch.float64, device=says.device)
         share.index_add_(1, owner, says.exp())
-        if self.config.passes == ALL:
-            return torch.ones_like(share, dtype=torch.bool)
+        if self.config.passes in (ALL, NOBODY):
+            return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
         ranked, order = share.sort(dim=1, descending=True)
         if self.config.passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.covered  # up to the one that reaches it
@@ -243,11 +274,29 @@ class TPLPlus(TPL):
         asked[:, 0] |= self._through_first_task
         return asked
 
-    def passes(self, common: Tensor | None = None) -> float:
-        """Task models asked about an image, on average over those whose encoder features are given."""
-        if common is None:
-            return super().passes()
-        return float(self.tasks_to_ask(self.expert_says(common)).double().sum(dim=1).mean())
+    # Unknown images are told by the tasks that are asked
+
+    def held_common(self, pixels: Tensor) -> Tensor:
+        """What the expert sees of held-out images: it says which tasks would be asked about them, now and later."""
+        return self.common_features(pixels)
+
+    @property
+    def _knows_who_is_asked(self) -> bool:
+        """Whether it can be told of all held-out images; models of early versions did not keep what that takes."""
+        return self.config.passes == ALL or all(h.common is not None for h in self.held_ if len(h.labels))
+
+    def held_out_knownness(self, task: int) -> Tensor:
+        """Sorted, with -inf for images about which their own task would not be asked.
+
+        Held-out images so meet the same rule as new ones, and the share of known images that a threshold rejects stays
+        what it is when every task is asked.
+        """
+        held = self.held_[task]
+        known = self.knownness(task, Outputs(held.features, self.bank.logits(held.features, task)))
+        if self.config.passes != ALL and self._knows_who_is_asked and held.common is not None:
+            asked = self.tasks_to_ask(self.expert_says(held.common))[:, task]
+            known = known.masked_fill(~asked, -torch.inf)
+        return known.sort().values
 
     # Changes and storage
 
@@ -257,6 +306,7 @@ class TPLPlus(TPL):
         assert self.expert is not None
         self.expert.update(self._levelled(self.common_features(samples.pixels)), self.numbers_of(task, samples))
         self._weigh(held.pixels, self.numbers_of(task, held))
+        self._held_scores = None  # the expert has moved
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """As TPL; and the expert drops the class's sum."""
@@ -283,3 +333,13 @@ class TPLPlus(TPL):
         self.balance_ = Balance.from_state(beginning_with(BALANCE, found))
         view = beginning_with(VIEW, found)
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None
+
+
+def _dense(seen: Seen, columns: Sequence[Tensor]) -> Tensor:
+    """A value of every task for every image, `[n, tasks]`; -inf where the task was not asked."""
+    if seen.asked is None:
+        return torch.stack(list(columns), dim=1)
+    dense = torch.full_like(seen.asked, -torch.inf, dtype=torch.float64)
+    for t, column in enumerate(columns):
+        dense[seen.asked[:, t], t] = column
+    return dense

@@ -5,26 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tpl.engine import Listener
+from tpl.engine import Listener, Samples
 from tpl.methods.bank import BankMethod
 from tpl.methods.bank.lessons import learn_lessons
 from tpl.methods.base import Method
 from tpl.stream import Task
 
 
-def learn_together(methods: Sequence[Method], tasks: Sequence[Task], listeners: Sequence[Listener]) -> None:
-    """Each method learns its task; all of them, or none if one fails.
+def learn_together(
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    listeners: Sequence[Listener],
+    held: Sequence[Samples | None] | None = None,
+) -> None:
+    """Each method learns its task; all of them, or none if one fails. `held` are images that are not trained on.
 
     Methods over a bank share the passes over the frozen trunk, if their encoder, settings and numbers of images are
     the same; the answer is that of learning alone, to rounding. Others learn one after the other.
     """
+    held = held or [None] * len(methods)
     if len(methods) == 1:
-        methods[0].learn(tasks[0], listeners[0])
+        methods[0].learn(tasks[0], listeners[0], held[0])
         return
     with ExitStack() as attempts:
         samples = [
-            attempts.enter_context(method.learning(task, listen))
-            for method, task, listen in zip(methods, tasks, listeners, strict=True)
+            attempts.enter_context(method.learning(task, listen, apart))
+            for method, task, listen, apart in zip(methods, tasks, listeners, held, strict=True)
         ]
         rows = list(zip(methods, tasks, samples, listeners, strict=True))
         learn_lessons([m.lesson(task, own, listen) for m, task, own, listen in rows if isinstance(m, BankMethod)])

@@ -11,6 +11,7 @@ evidence is weighed by what stands in for the memory (`tpl.methods.bank.imageles
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -113,7 +114,7 @@ class TPL(ReplayBank):
         """The memory's images; or what stands in for them, with the features of held-out images."""
         if self.traces is None:
             return super().memory_bytes
-        held = sum(part.numel() * part.element_size() for each in self.held_ for part in each)
+        held = sum(part.numel() * part.element_size() for each in self.held_ for part in each.tensors().values())
         return self.traces.bytes_used + held
 
     @property
@@ -148,6 +149,10 @@ class TPL(ReplayBank):
     def common_features(self, pixels: Tensor) -> Tensor | None:
         """The encoder's own features, where they stand in for the memory."""
         return self.encoder_features(pixels) if self.asks_encoder else None
+
+    def join_common(self, encoder: Tensor, models: Sequence[Tensor]) -> Tensor | None:
+        """`common_features` from the encoder's own features and those under each of `models`."""
+        return encoder if self.asks_encoder else None
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """S_TPL of every task before calibration, `[n, tasks]`."""
@@ -203,7 +208,7 @@ class TPL(ReplayBank):
         ]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
-        self.config = self.config.replace(**changes)
+        self.config, self._held_scores = self.config.replace(**changes), None
         self.scores_ = [LikelihoodRatio(self.config).load_state(s.state()) for s in self.scores_]
         self._use_memory(self.task_classes_, calibrate=True)
 

@@ -194,7 +194,7 @@ class VectorTPL:
             task.score.merge(*self.bank.outputs(vectors[rows], t), labels[rows] - first)
             rest = mine & held
             unseen = HeldOut(self.bank.outputs(vectors[rest], t).features, labels[rest] - first)
-            task.held = HeldOut(*(torch.cat(pair) for pair in zip(task.held, unseen, strict=True)))
+            task.held = task.held.extended(unseen)
             task.updates += int(rows.sum())
         for c in labels.unique().tolist():
             purpose = f"memory again {c}"

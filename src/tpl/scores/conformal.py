@@ -35,6 +35,7 @@ def unknown_scores(scores: Sequence[Tensor], held_out: Sequence[Tensor]) -> Tens
 def smallest_share(held_out: Sequence[Tensor]) -> float:
     """The smallest share of known images that may be rejected with any image being rejected at all.
 
-    Every task must be able to rule an image out, so the task with the fewest held-out images decides: 1 / (n + 1).
+    Every task must be able to rule an image out, so the task with the fewest held-out images decides: 1 / (n + 1). A
+    held-out image with score -inf, about which its task would not have been asked, rules nothing out.
     """
-    return 1 / (1 + min(len(h) for h in held_out))
+    return max((1 + int(h.isneginf().sum())) / (1 + len(h)) for h in held_out)

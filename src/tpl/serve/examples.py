@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from tpl.learner import Learner
-from tpl.methods.bank import Bank, Outputs
 
 SIDE = 112  # pixels of a thumbnail's longer side: sharp at half that size on a phone
 
@@ -49,12 +48,12 @@ def nearest(learner: Learner, pixels: Tensor, task: int, count: int) -> list[Exa
     task models have no such view, and give none.
     """
     method = learner.method
-    bank: Bank | None = getattr(method, "bank", None)
-    seen: list[Outputs] = getattr(method, "memory_outputs_", [])
-    if bank is None or method.memory is None or task >= len(seen) or not len(seen[task].features):
+    known = method.memory_features(task)
+    if known is None or method.memory is None or not len(known):
         return []
-    features = F.normalize(bank.outputs(pixels.unsqueeze(0), task).features.double(), dim=1)
-    stored = F.normalize(seen[task].features.double(), dim=1)
+    features = method.task_features(pixels.unsqueeze(0), task)
+    assert features is not None  # whoever has seen the memory sees this image, too
+    features, stored = (F.normalize(z.double(), dim=1) for z in (features, known))
     distances = (2 - 2 * (stored @ features[0])).clamp_min(0).sqrt()
     best = torch.topk(distances, min(count, len(distances)), largest=False)
     labels, classes = method.memory.labels, learner.classes_

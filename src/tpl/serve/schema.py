@@ -47,6 +47,7 @@ class Answer(_Shape):
     probability: float | None = None
     task: str | None = Field(None, description="the task that brought the class")
     unknown: float | None = Field(None, description="0 to 1; at 0.95, 5 % of known images are as strange as this")
+    passes: int | None = Field(None, description="task models asked, for methods that have any")
     top: list[ClassProbability] | None = None
     tasks: list[TaskProbability] | None = Field(None, description="with tasks=true")
     examples: list[StoredExample] | None = Field(None, description="with examples=N")

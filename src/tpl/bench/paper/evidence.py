@@ -107,7 +107,7 @@ def fits(run: Run, row: Row, wanted: Mapping[str, Any], orders: Sequence[str] | 
     """
     this = run.description
     same = (this["benchmark"], this["method"], this["encoder"]["name"]) == (row.benchmark, row.method, row.encoder)
-    if not same or this.get("validation") is not None:
+    if not same or this.get("validation") is not None or this.get("held_out"):
         return False
     sizes = task_sizes(row.benchmark)
     if [len(names) for names in this["classes"]] != sizes or len(run.cil) != len(sizes):

@@ -2,7 +2,7 @@
 
 from tpl.methods.bank.asking import Question
 from tpl.methods.bank.bank import Bank, Outputs, within_tasks
-from tpl.methods.bank.method import ENOUGH_TO_HOLD_OUT, BankMethod, HeldOut
+from tpl.methods.bank.method import ENOUGH_TO_HOLD_OUT, BankMethod, HeldOut, Seen
 from tpl.methods.bank.models import TaskModel
 from tpl.methods.bank.replay import MemoryBank, MemoryConfig, ReplayBank
 
@@ -16,6 +16,7 @@ __all__ = [
     "Outputs",
     "Question",
     "ReplayBank",
+    "Seen",
     "TaskModel",
     "within_tasks",
 ]

@@ -96,6 +96,10 @@ class MemoryBank(BankMethod):
         """The task of every image in the memory."""
         return task_of_class(task_classes).to(self.compute.device)[self.memory.labels.to(self.compute.device)]
 
+    def memory_features(self, task: int) -> Tensor | None:
+        """What one task's model sees of the memory."""
+        return self.memory_outputs_[task].features
+
     def new_lesson(self, samples: Samples, replay: Samples | None, own: int, outputs: int, listen: Listener) -> Lesson:
         """A lesson for the bank by this method's own recipe."""
         training, turned = self.generator("training"), self.config.turned_classes
@@ -160,7 +164,7 @@ class MemoryBank(BankMethod):
         tasks = []
         for t, (model, held) in enumerate(zip(self.bank.tasks, self.held_, strict=True)):
             own = {k: v.detach() for k, v in model.state_dict().items()} | self.task_state(t)
-            tasks.append(own | {f"held.{k}": v for k, v in held._asdict().items()})
+            tasks.append(own | {f"held.{k}": v for k, v in held.tensors().items()})
         return State(shared | self.shared_state(), tasks)
 
     def load_state(self, state: State) -> None:
@@ -177,7 +181,7 @@ class MemoryBank(BankMethod):
             self.bank.add(model)
             features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
             labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))
-            self.held_.append(HeldOut(features, labels))
+            self.held_.append(HeldOut(features, labels, own.get("held.common")))
             self.memory_outputs_.append(Outputs(*(shared[f"memory.{t}.{k}"] for k in ("features", "logits"))))
         self.load_own_state(shared, tasks)
 
