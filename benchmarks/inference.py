@@ -23,7 +23,8 @@ from torch import Tensor
 
 from tpl.bench.environment import describe_environment
 from tpl.engine import choose_compute
-from tpl.methods.bank import Question, asking
+from tpl.methods.bank import Query
+from tpl.methods.bank import bank as bank_module
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
 
@@ -34,7 +35,7 @@ CLASSES = 10  # of a task
 def main() -> None:
     """Measure and print one JSON object."""
     options = parsed()
-    asking.ROWS = options.rows or asking.ROWS
+    bank_module.ROWS = options.rows or bank_module.ROWS
     compute = choose_compute(options.device, options.precision, options.compile)
     method = TPL(create_encoder(options.encoder, options.weights), TPLConfig(latent=options.latent), compute)
     naive = Naive(method, create_encoder(options.encoder, options.weights))  # the method's own may be compiled
@@ -59,7 +60,7 @@ def main() -> None:
         "precision": "bf16" if compute.bf16 else "fp32",
         "compiled": method.encoder.fused,
         "latent": options.latent,
-        "rows_of_a_pass": asking.ROWS if compute.device.type == "cuda" else None,
+        "rows_of_a_pass": bank_module.ROWS if compute.device.type == "cuda" else None,
         "passes_of_some": options.passes,
         "threads": torch.get_num_threads(),
         "tasks": "random, untrained, 70 % of the units open",
@@ -122,12 +123,12 @@ def add_task(method: TPL, generator: torch.Generator) -> None:
     bank.add(model)
 
 
-def some_tasks(images: int, tasks: int, passes: int, generator: torch.Generator) -> list[Question]:
-    """`passes` tasks for every image, as questions."""
+def some_tasks(images: int, tasks: int, passes: int, generator: torch.Generator) -> list[Query]:
+    """`passes` tasks for every image, as queries."""
     chosen = torch.rand(images, tasks, generator=generator).argsort(dim=1)[:, :passes]
     asked = torch.zeros(images, tasks, dtype=torch.bool).scatter(1, chosen, True)
     rows = [torch.nonzero(column).squeeze(1) for column in asked.T]
-    return [Question(t, own) for t, own in enumerate(rows) if len(own)]
+    return [Query(t, own) for t, own in enumerate(rows) if len(own)]
 
 
 def measured(ways: dict[str, Callable[[], Any]], images: int, seconds: float, repeats: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from tpl.bench.environment import describe_environment
 from tpl.engine import Compute, Feed, RecordedStep, Samples, Step, choose_compute
-from tpl.methods.bank.lessons import BankObjective
+from tpl.methods.bank.training import BankObjective
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder, create_encoder
 

@@ -102,7 +102,7 @@ def test_an_update_extends_what_is_held_out(learner: Learner) -> None:
     assert [r.held_out for r in learner.tasks_] == [15, 10, 10]
     assert learner.rejection_floor() == 1 / 11
     assert method.held_[0].labels.bincount().tolist() == [10, 5]
-    scores = method.held_out_knownness(0)
+    scores = method.held_out_scores(0)
     assert len(scores) == 15 and bool((scores.diff() >= 0).all())
 
 

@@ -19,7 +19,7 @@ from tensors import differences, tensors_of
 from tpl import Learner, Task
 from tpl.bench.evaluate import Evaluator
 from tpl.cli import app as commands
-from tpl.methods.bank.asking import OnCPU, Piece
+from tpl.methods.bank.bank import CPUInference, QueryPart
 from tpl.methods.plus import TPLPlus
 from tpl.serve.served import Place, Question, Served
 from tpl.stream import ArrayImages, Stream
@@ -49,13 +49,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many pairs of an image and a task went through the network, pass by pass."""
     counted: list[int] = []
-    ask = OnCPU.ask
+    ask = CPUInference.run
 
-    def counting(self: OnCPU, tokens: Tensor, pieces: list[Piece]) -> Tensor:
+    def counting(self: CPUInference, tokens: Tensor, pieces: list[QueryPart]) -> Tensor:
         counted.append(sum(len(piece.rows) for piece in pieces))
         return ask(self, tokens, pieces)
 
-    monkeypatch.setattr(OnCPU, "ask", counting)
+    monkeypatch.setattr(CPUInference, "run", counting)
     return counted
 
 

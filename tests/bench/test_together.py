@@ -85,8 +85,8 @@ def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> Non
 
 def test_methods_on_equal_banks_ask_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[BankMethod] = []
-    answers = BankMethod.answers
-    monkeypatch.setattr(BankMethod, "answers", lambda self, *given: asked.append(self) or answers(self, *given))
+    answers = BankMethod.query
+    monkeypatch.setattr(BankMethod, "query", lambda self, *given: asked.append(self) or answers(self, *given))
     twins = [SPEC, replace(SPEC, method="row")]
     results = execute_together(twins, [tmp_path / "0", tmp_path / "1"])
     for spec, result in zip(twins, results, strict=True):

@@ -11,10 +11,10 @@ import torch
 
 from tpl.engine import Batches, Feed, Recipe, RecordedStep, Samples, Step, choose_compute
 from tpl.methods.bank import Bank
-from tpl.methods.bank.lessons import BankObjective
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import TECHNIQUES, Technique
 from tpl.methods.bank.techniques.vos import VOS
+from tpl.methods.bank.training import BankObjective
 from tpl.nets import create_encoder
 from tpl.stream import Preprocess
 

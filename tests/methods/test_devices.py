@@ -24,7 +24,7 @@ from tpl.bench.evaluate import Evaluator
 from tpl.engine import infer
 from tpl.engine.recording import recorded
 from tpl.methods import load_methods
-from tpl.methods.bank import asking
+from tpl.methods.bank import bank as bank_module
 from tpl.methods.bank.techniques import TECHNIQUES, cmg
 from tpl.stream import Stream
 
@@ -47,7 +47,7 @@ CASES |= {
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little as can be: of CMG's generator, and of the rows that fill a GPU's passes up."""
     monkeypatch.setattr(cmg, "GENERATOR_STEPS", 5)
-    for module, name in ((infer, "BLOCK"), (asking, "BLOCK"), (asking, "ROWS")):
+    for module, name in ((infer, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
         monkeypatch.setattr(module, name, 32)
 
 

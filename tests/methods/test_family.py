@@ -1,4 +1,4 @@
-"""The family over one bank: equal lessons are learned once, and MORE, ROW and HAT answer as their formulas say."""
+"""The family over one bank: equal jobs are learned once, and MORE, ROW and HAT answer as their formulas say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tpl import Learner
 from tpl.engine import Event, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together, more, row
-from tpl.methods.bank import Bank, BankMethod, Outputs, lessons
+from tpl.methods.bank import Bank, BankMethod, Outputs, training
 from tpl.methods.bank.heads import Heads
 from tpl.methods.hat import HAT
 from tpl.methods.more import MORE
@@ -115,7 +115,7 @@ class Family:
         self.memories: list[Tensor] = []  # labels before each task
         self.task_heads: list[list[Heads]] = []  # ROW's after each task
         with pytest.MonkeyPatch.context() as patch:
-            trainings = spied(patch, lessons, "train")
+            trainings = spied(patch, training, "train")
             self.more_fits, self.row_fits = (spied(patch, module, "fit_heads") for module in (more, row))
             for task in stream:
                 assert self.more.memory is not None
@@ -135,7 +135,7 @@ def family(stream: Stream, pixels: Tensor) -> Family:
     return Family(stream, pixels)
 
 
-# Equal lessons
+# Equal jobs
 
 
 def test_methods_that_differ_in_their_answers_alone_are_trained_once(family: Family, pixels: Tensor) -> None:
@@ -173,7 +173,7 @@ def rotated(task: Task, by: int) -> Task:
 def test_other_seeds_and_other_class_orders_are_no_twins(
     differ: str, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainings = spied(monkeypatch, lessons, "train")
+    trainings = spied(monkeypatch, training, "train")
     names = ("more", "row", "more")
     methods = [new(name, seed=i * (differ == "seeds")) for i, name in enumerate(names)]
     tasks = [rotated(stream[1], i * (differ == "orders")) for i in range(3)]
@@ -185,7 +185,7 @@ def test_other_seeds_and_other_class_orders_are_no_twins(
 @pytest.mark.parametrize("differ", ["nothing", "generator", "samples", "replay", "used", "adapters", "recipe"])
 def test_lessons_are_equal_if_all_that_goes_in_is(differ: str, family: Family, stream: Stream) -> None:
     samples = family.tpl.samples(stream[0], silent)
-    lesson, other = (method.lesson(stream[0], samples, silent) for method in (family.tpl, family.row))
+    job, other = (method.training_job(stream[0], samples, silent) for method in (family.tpl, family.row))
     bank = copy.copy(other.bank)
     assert other.replay is not None and bank.used is not None
     if differ == "generator":
@@ -200,12 +200,12 @@ def test_lessons_are_equal_if_all_that_goes_in_is(differ: str, family: Family, s
         bank.adapters = new("tpl").bank.adapters
     elif differ == "recipe":
         other = replace(other, recipe=other.recipe.replace(lr=0.1))
-    assert lesson.equals(replace(other, bank=bank)) == (differ == "nothing")
+    assert job.equals(replace(other, bank=bank)) == (differ == "nothing")
 
 
 def test_hat_shares_the_first_lesson_with_tpl_and_no_later_one(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a memory yet, both train the same; with one, only TPL replays it."""
-    trainings = spied(monkeypatch, lessons, "train")
+    trainings = spied(monkeypatch, training, "train")
     methods: list[Method] = [new(name) for name in ("tpl", "hat")]
     for task in stream[:2]:
         learn_together(methods, [task] * 2, [silent] * 2)
@@ -470,7 +470,7 @@ def test_another_detector_is_asked_about_held_out_images_too(hat: HAT, seen: dic
         hat.rescore(score=name, choice="hard")
         hat.unknown_scores_of(seen[False].together)
         assert hat._held_scores is not None
-        assert all(torch.equal(hat.held_out_knownness(t), known) for t, known in enumerate(hat._held_scores))
+        assert all(torch.equal(hat.held_out_scores(t), known) for t, known in enumerate(hat._held_scores))
 
 
 def test_knn_compares_with_the_tasks_own_exemplars(hat: HAT) -> None:
@@ -512,7 +512,7 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
 ) -> None:
     method = new("hat", technique=technique, memory=6, first_outliers=first)
     samples = [method.samples(task, silent) for task in stream[:2]]
-    replay = method.lesson(stream[0], samples[0], silent).replay
+    replay = method.training_job(stream[0], samples[0], silent).replay
     if (technique, first) != ("oe", "misplaced"):  # a box of a task's own image, as mixoe would paste, is no outlier
         assert replay is None
     else:
@@ -522,7 +522,7 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
         assert {int(image.sum()) for image in replay.pixels} <= inks  # the task's own, and yet none of them
         assert not any(torch.equal(a, b) for a in replay.pixels for b in samples[0].pixels)
     method.learn(stream[0])
-    stored = method.lesson(stream[1], samples[1], silent).replay
+    stored = method.training_job(stream[1], samples[1], silent).replay
     assert stored is not None and torch.equal(
         stored.pixels, method.memory.pixels(method.preprocess, method.compute.device)
     )

@@ -117,8 +117,8 @@ def test_the_score_is_the_weighed_evidence(learner: Learner, pixels: torch.Tenso
         closeness = score.centres.score_features(z, logits) / score.scales_[3]
         parts = [logits.double().amax(dim=1) / score.scales_[0], closeness.log()]
         if len(kinds) == 3:
-            assert method.traces is not None and method.traces.space is not None
-            squares = method.traces.space.distances(encoded).view(len(pixels), 3, 2).amin(dim=2)
+            assert method.statistics is not None and method.statistics.space is not None
+            squares = method.statistics.space.distances(encoded).view(len(pixels), 3, 2).amin(dim=2)
             others = squares.masked_fill(F.one_hot(torch.tensor(t), 3).bool(), torch.inf).amin(dim=1)
             parts.append((others - squares[:, t]) / encoded.shape[1])
         expected.append(torch.stack(parts, dim=1).numpy() @ weights)
@@ -157,19 +157,21 @@ def test_more_images_of_a_class_and_classes_that_go() -> None:
     for t, names in enumerate((("zero", "one"), ("two",))):
         learner.learn(Task(f"task {t}", names, digits(range(2 * t, 2 * t + len(names)), 15)), held_out=0)
     method = method_of(learner)
-    assert method.traces is not None and method.traces.space is not None
-    before = method.traces.space.means_.clone()
+    assert method.statistics is not None and method.statistics.space is not None
+    before = method.statistics.space.means_.clone()
     more = digits([1], 5, start=40)
     learner.update(Task("more", ("one",), more), held_out=0)
     encoded = method.encoder_features(method.preprocess.batch(more)).double().mean(dim=0)
-    torch.testing.assert_close(method.traces.space.means_[1], (15 * before[1] + 5 * encoded) / 20, rtol=1e-4, atol=1e-4)
-    assert torch.equal(method.traces.space.means_[[0, 2]], before[[0, 2]])
+    torch.testing.assert_close(
+        method.statistics.space.means_[1], (15 * before[1] + 5 * encoded) / 20, rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(method.statistics.space.means_[[0, 2]], before[[0, 2]])
     learner.remove("zero")
-    assert len(method.traces.space.means_) == 2 and learner.classes_ == ["one", "two"]
+    assert len(method.statistics.space.means_) == 2 and learner.classes_ == ["one", "two"]
     probe = digits([1, 2], 5, start=100)
     assert learner.log_probabilities(probe).shape == (10, 2)
     learner.remove("one")  # and with it its task
-    assert len(method.traces.space.means_) == 1 and bool(learner.log_probabilities(probe).isfinite().all())
+    assert len(method.statistics.space.means_) == 1 and bool(learner.log_probabilities(probe).isfinite().all())
     with pytest.raises(TplError, match="Not known yet"):
         learner.update(Task("more", ("one",), more))
 

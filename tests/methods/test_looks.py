@@ -17,7 +17,7 @@ from tpl.engine import choose_compute, silent
 from tpl.errors import TplError
 from tpl.export.file import export_onnx
 from tpl.methods import learn_together
-from tpl.methods.bank.looks import LOOKS, UPRIGHT
+from tpl.methods.bank.bank import LOOKS, UPRIGHT
 from tpl.methods.pass_ import PASS, PASSConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder

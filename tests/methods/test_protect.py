@@ -12,9 +12,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.engine import Event
-from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
-from tpl.methods.bank.protect.hat import Hat
-from tpl.methods.bank.protect.supsup import SupSup
+from tpl.methods.bank.protect import PROTECTIONS, Hat, ProtectConfig, SupSup
 from tpl.methods.tpl import TPL
 from tpl.nets import Adapters, AdapterStack, hat
 from tpl.nets.adapters import gates

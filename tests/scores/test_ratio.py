@@ -270,11 +270,11 @@ def test_knownness_is_the_scaled_distance_score_whatever_the_choices() -> None:
     )
     md = plain.centres.score_features(z, logits)
     expected = md / md.mean()
-    torch.testing.assert_close(plain.knownness(z, logits), expected)
-    torch.testing.assert_close(other.knownness(z, logits), expected)
-    before = plain.knownness(z, logits)
+    torch.testing.assert_close(plain.in_distribution_score(z, logits), expected)
+    torch.testing.assert_close(other.in_distribution_score(z, logits), expected)
+    before = plain.in_distribution_score(z, logits)
     plain.refresh(z[:5], z[5:])  # a later task's memory
-    assert torch.equal(plain.knownness(z, logits), before)
+    assert torch.equal(plain.in_distribution_score(z, logits), before)
 
 
 def test_merged_scales_are_means_over_all_samples() -> None:
@@ -293,6 +293,6 @@ def test_statistics_of_an_early_version_cannot_be_merged_but_score() -> None:
     y = torch.arange(60) % 3
     score = LikelihoodRatio().fit_features(z, z, y)
     early = LikelihoodRatio().load_state({k: score.state()[k] for k in ("means_", "whitening_", "scales_")})
-    assert torch.equal(early.knownness(z, z), score.knownness(z, z))
+    assert torch.equal(early.in_distribution_score(z, z), score.in_distribution_score(z, z))
     with pytest.raises(TplError, match="earlier version"):
         early.counted(0)

@@ -15,7 +15,7 @@ from tpl.errors import TplError
 from tpl.export.trunk import trunk_of
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs, Seen
-from tpl.methods.bank.looks import UPRIGHT
+from tpl.methods.bank.bank import UPRIGHT
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.tpl import TPL
 from tpl.nets.encoder import ViTEncoder

@@ -21,11 +21,11 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, Question, within_tasks
-from tpl.methods.bank.lessons import Lesson
-from tpl.methods.bank.replay import MemoryBank, MemoryConfig
+from tpl.methods.bank import Outputs, Query, within_tasks
+from tpl.methods.bank.method import BankMethod, MemoryConfig
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.bank.techniques.shared import misplaced
+from tpl.methods.bank.training import TrainingJob
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
@@ -86,7 +86,7 @@ class HATConfig(MemoryConfig):
 
 
 @register
-class HAT(MemoryBank):
+class HAT(BankMethod):
     """Task models that never met each other's images, and a detector to choose among them."""
 
     name = "hat"
@@ -111,11 +111,11 @@ class HAT(MemoryBank):
         """As many images as were allowed where they are needed, else none: HAT itself does without."""
         return self.config.memory if self.config.memory_needed else 0
 
-    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
+    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
-        return self.new_lesson(samples, outliers, own, own, listen)
+        return self.new_job(samples, outliers, own, own, listen)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
         """Stored images; before there are any, some of the task's own put out of joint, if so wanted.
@@ -194,7 +194,7 @@ class HAT(MemoryBank):
         owner = task_of_class(self.task_classes_).to(scores.device)
         return (within_tasks(outputs) + tasks[:, owner]).log_softmax(dim=1)
 
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+    def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
         """The detector's score; ODIN's needs the image, so the largest softmax stands in for it."""
         if self._perturbs(self.config.score):
             return outputs.logits.double().softmax(dim=1).amax(dim=1)
@@ -206,12 +206,12 @@ class HAT(MemoryBank):
     def _perturbs(score: str) -> bool:
         return bool(getattr(DETECTORS[score], "perturbs", False))
 
-    def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
+    def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """Features and logits; for ODIN, the logits of the perturbed image in place of features."""
-        answers = super().answers(pixels, questions)
+        answers = super().query(pixels, queries)
         if not self._perturbs(self.config.score):
             return answers
-        for i, (task, rows) in enumerate(questions):
+        for i, (task, rows) in enumerate(queries):
             asked, model = pixels if rows is None else pixels[rows.to(pixels.device)], self.bank.tasks[task]
             moved = self._perturbed(asked, *model.own_head(), model.norms, *self.bank.weights(task))
             answers[i] = Outputs(moved, answers[i].logits)

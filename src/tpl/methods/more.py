@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Compute, Samples
-from tpl.methods.bank import MemoryConfig, Outputs
-from tpl.methods.bank.distance import DistanceBank
+from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
+from tpl.methods.bank.distance import TaskCentres
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
@@ -44,7 +44,7 @@ class MOREConfig(MemoryConfig):
 
 
 @register
-class MORE(DistanceBank):
+class MORE(BankMethod):
     """Heads with a class for others, kept up to date, times a Mahalanobis distance."""
 
     name = "more"
@@ -59,13 +59,14 @@ class MORE(DistanceBank):
 
     def __init__(self, encoder: Encoder, config: MOREConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
+        self.centres_ = TaskCentres()
         self.heads_: list[Heads] = []  # a task's own classes, then others
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Keep the task's statistics, train the earlier heads on while its images are here, then fill the memory."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
-        self.centre_newest(outputs, samples)
+        self.centres_.add(outputs, samples.labels)
         self.heads_.append(head_with_others(self.bank.tasks[newest], self.generator("others", newest)))
         if newest and self.config.back_update_epochs:
             self._update_back(newest, samples)
@@ -107,21 +108,25 @@ class MORE(DistanceBank):
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """The largest answer of each task."""
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
-        return best * DISTANCE_SCALE * self.closeness(outputs)
+        return best * DISTANCE_SCALE * self.centres_.closeness(outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
         """Every head's answers times the task's closeness, scaled to add up."""
-        closeness = DISTANCE_SCALE * self.closeness(outputs)
+        closeness = DISTANCE_SCALE * self.centres_.closeness(outputs)
         raw = [within * closeness[:, t : t + 1] for t, within in enumerate(self._within(outputs))]
         return torch.cat(raw, dim=1).clamp_min(1e-300).log().log_softmax(dim=1)
 
+    def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
+        """How close the feature is to the task's nearest class: no later task changes it."""
+        return self.centres_[task].score_features(*outputs)
+
     def task_state(self, task: int) -> dict[str, Tensor]:
         """The head as it is now, and the statistics."""
-        return super().task_state(task) | {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
+        return self.centres_.state(task) | {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
-        super().load_own_state(shared, tasks)
+        self.centres_.load_state(tasks)
         self.heads_ = [Heads(**beginning_with("head.", own)) for own in tasks]

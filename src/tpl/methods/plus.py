@@ -21,7 +21,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, Question, Seen, TaskModel, within_tasks
+from tpl.methods.bank import Outputs, Query, Seen, TaskModel, within_tasks
 from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
 from tpl.methods.parts.balance import Balance
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
@@ -200,8 +200,8 @@ class TPLPlus(TPL):
         outputs: list[Outputs] = []
         if self._through_first_task and self.bank.tasks:
             outputs = [self._first_task(common[rows_of[0].to(common.device)])]
-        questions = [Question(t, rows_of[t]) for t in range(len(outputs), len(rows_of))]
-        return Seen(outputs + self.answers(pixels, questions), common, asked, by=self)
+        queries = [Query(t, rows_of[t]) for t in range(len(outputs), len(rows_of))]
+        return Seen(outputs + self.query(pixels, queries), common, asked, by=self)
 
     def decide(self, seen: Sequence[Seen], want: Collection[str] = (), scores: Tensor | None = None) -> Answers:
         """The bank's answer times the expert's; tasks that are not worth asking about an image have no say in it."""
@@ -213,7 +213,7 @@ class TPLPlus(TPL):
         log_p = self._fused(all_, asked, scores, says)
         unknown = None
         if UNKNOWN in want:
-            known = _dense(all_, [self.knownness(t, each) for t, each in enumerate(all_.outputs)])
+            known = _dense(all_, [self.in_distribution_score(t, each) for t, each in enumerate(all_.outputs)])
             known = known.masked_fill(~asked, -torch.inf) if self._knows_who_is_asked else known
             unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
         return Answers(log_p, scores, unknown, asked.sum(dim=1))
@@ -226,7 +226,7 @@ class TPLPlus(TPL):
         return [self.score_of(t, each, contrast[seen.asked[:, t]]) for t, each in enumerate(seen.outputs)]
 
     def _fused(self, seen: Seen, asked: Tensor, scores: Tensor, says: Tensor) -> Tensor:
-        """log P(class | image) of bank and expert; classes of tasks that were not asked are out of question."""
+        """log P(class | image) of bank and expert; classes of tasks that were not asked are out of query."""
         a, w = self.exponents
         if self.config.passes == NOBODY:
             return says
@@ -285,14 +285,14 @@ class TPLPlus(TPL):
         """Whether it can be told of all held-out images; models of early versions did not keep what that takes."""
         return self.config.passes == ALL or all(h.common is not None for h in self.held_ if len(h.labels))
 
-    def held_out_knownness(self, task: int) -> Tensor:
+    def held_out_scores(self, task: int) -> Tensor:
         """Sorted, with -inf for images about which their own task would not be asked.
 
         Held-out images so meet the same rule as new ones, and the share of known images that a threshold rejects stays
         what it is when every task is asked.
         """
         held = self.held_[task]
-        known = self.knownness(task, Outputs(held.features, self.bank.logits(held.features, task)))
+        known = self.in_distribution_score(task, Outputs(held.features, self.bank.logits(held.features, task)))
         if self.config.passes != ALL and self._knows_who_is_asked and held.common is not None:
             asked = self.tasks_to_ask(self.expert_says(held.common))[:, task]
             known = known.masked_fill(~asked, -torch.inf)

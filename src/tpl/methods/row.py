@@ -19,13 +19,15 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Compute, Samples
-from tpl.methods.bank import MemoryConfig, Outputs
-from tpl.methods.bank.distance import DistanceBank
+from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
+from tpl.methods.bank.distance import TaskCentres
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.state import beginning_with
 from tpl.stream import Task
+
+SHRINKAGE = 0.2  # of the covariance towards the identity
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ROWConfig(MemoryConfig):
 
 
 @register
-class ROW(DistanceBank):
+class ROW(BankMethod):
     """A head for classes, a head for tasks, and a Mahalanobis distance."""
 
     name = "row"
@@ -51,10 +53,10 @@ class ROW(DistanceBank):
     config_class = ROWConfig
     from_scratch = True
     config: ROWConfig
-    shrinkage = 0.2
 
     def __init__(self, encoder: Encoder, config: ROWConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
+        self.centres_ = TaskCentres(SHRINKAGE)
         self.class_heads_: list[Heads] = []
         self.task_heads_: list[Heads] = []
 
@@ -62,7 +64,7 @@ class ROW(DistanceBank):
         """Statistics and both heads while the task's images are here, then the memory."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
-        self.centre_newest(outputs, samples)
+        self.centres_.add(outputs, samples.labels)
         head = head_with_others(self.bank.tasks[newest], self.generator("others", newest))
         self.class_heads_.append(self._tuned(head, outputs.features, samples.labels) if newest else head)
         self.task_heads_.append(head)
@@ -129,8 +131,8 @@ class ROW(DistanceBank):
         return torch.cat(parts, dim=1).unsqueeze(1)
 
     def closeness(self, outputs: list[Outputs]) -> Tensor:
-        """As a share of all tasks'."""
-        closeness = super().closeness(outputs)
+        """MD_j / sum_i MD_i of every task, `[n, tasks]`."""
+        closeness = self.centres_.closeness(outputs)
         return closeness / closeness.sum(dim=1, keepdim=True)
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
@@ -155,14 +157,18 @@ class ROW(DistanceBank):
             answers.append(within + scores[:, t : t + 1].clamp_min(1e-300).log())
         return torch.cat(answers, dim=1).log_softmax(dim=1)
 
+    def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
+        """How close the feature is to the task's nearest class: no later task changes it."""
+        return self.centres_[task].score_features(*outputs)
+
     def task_state(self, task: int) -> dict[str, Tensor]:
         """Both heads as they are now, and the statistics."""
         both = {"class_head": self.class_heads_[task], "task_head": self.task_heads_[task]}
         heads = {f"{name}.{k}": v for name, head in both.items() for k, v in head._asdict().items()}
-        return super().task_state(task) | heads
+        return self.centres_.state(task) | heads
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
-        super().load_own_state(shared, tasks)
+        self.centres_.load_state(tasks)
         self.class_heads_ = [Heads(**beginning_with("class_head.", own)) for own in tasks]
         self.task_heads_ = [Heads(**beginning_with("task_head.", own)) for own in tasks]

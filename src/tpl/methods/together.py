@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from tpl.engine import Listener, Samples
 from tpl.methods.bank import BankMethod
-from tpl.methods.bank.lessons import learn_lessons
+from tpl.methods.bank.training import run_jobs
 from tpl.methods.base import Method
 from tpl.stream import Task
 
@@ -33,7 +33,7 @@ def learn_together(
             for method, task, listen, apart in zip(methods, tasks, listeners, held, strict=True)
         ]
         rows = list(zip(methods, tasks, samples, listeners, strict=True))
-        learn_lessons([m.lesson(task, own, listen) for m, task, own, listen in rows if isinstance(m, BankMethod)])
+        run_jobs([m.training_job(task, own, listen) for m, task, own, listen in rows if isinstance(m, BankMethod)])
         for method, task, own, listen in rows:
             if isinstance(method, BankMethod):
                 method.conclude(task, own)

@@ -22,10 +22,10 @@ from tpl.config import option
 from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, TaskModel, within_tasks
-from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, Traces, some_rows
-from tpl.methods.bank.lessons import Lesson
-from tpl.methods.bank.looks import LOOKS
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank
+from tpl.methods.bank.bank import LOOKS
+from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, StoredStatistics, some_rows
+from tpl.methods.bank.method import BankMethod, MemoryConfig
+from tpl.methods.bank.training import TrainingJob
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import LikelihoodRatio, RatioConfig
@@ -75,7 +75,7 @@ class TPLConfig(RatioConfig, MemoryConfig):
 
 
 @register
-class TPL(ReplayBank):
+class TPL(BankMethod):
     """Likelihood-ratio task prediction over a bank of task models."""
 
     name = "tpl"
@@ -98,7 +98,9 @@ class TPL(ReplayBank):
             )
         super().__init__(encoder, config, compute, seed)
         self.bank.looks = LOOKS[config.looks]
-        self.traces = Traces(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
+        self.statistics = (
+            StoredStatistics(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
+        )
         self._weights: dict[bool, Tensor] = {}  # of the kinds of evidence, with and without the encoder's own features
         self.scores_: list[LikelihoodRatio] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
@@ -112,10 +114,10 @@ class TPL(ReplayBank):
     @property
     def memory_bytes(self) -> int:
         """The memory's images; or what stands in for them, with the features of held-out images."""
-        if self.traces is None:
+        if self.statistics is None:
             return super().memory_bytes
         held = sum(part.numel() * part.element_size() for each in self.held_ for part in each.tensors().values())
-        return self.traces.bytes_used + held
+        return self.statistics.bytes_used + held
 
     @property
     def asks_encoder(self) -> bool:
@@ -127,14 +129,14 @@ class TPL(ReplayBank):
         """The models that images are seen through: those of the tasks first."""
         return self.bank.tasks
 
-    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
+    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
         """As every replaying bank; or with an output for each replayed class, as the public code."""
-        lesson = super().lesson(task, samples, listen)
-        if lesson.replay is None or self.config.others == "single":
-            return lesson
-        labels = self.memory.labels.to(self.compute.device) + lesson.own
-        replay = Samples(lesson.replay.pixels, labels)
-        return dataclasses.replace(lesson, replay=replay, outputs=lesson.own + len(self.classes_))
+        job = super().training_job(task, samples, listen)
+        if job.replay is None or self.config.others == "single":
+            return job
+        labels = self.memory.labels.to(self.compute.device) + job.own
+        replay = Samples(job.replay.pixels, labels)
+        return dataclasses.replace(job, replay=replay, outputs=job.own + len(self.classes_))
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Keep the task's statistics, then update memory, kNN banks and calibration."""
@@ -142,8 +144,8 @@ class TPL(ReplayBank):
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
         self.remember(task)
         task_classes = [*self.task_classes_, task.classes]
-        if self.traces is not None:
-            self._leave_traces(self.traces, samples, Outputs(z, logits), task_classes)
+        if self.statistics is not None:
+            self._keep_statistics(self.statistics, samples, Outputs(z, logits), task_classes)
         self._use_memory(task_classes, calibrate=True)
 
     def common_features(self, pixels: Tensor) -> Tensor | None:
@@ -173,13 +175,13 @@ class TPL(ReplayBank):
     def contrast(self, common: Tensor | None) -> Tensor | None:
         """How much nearer each task's classes are than others' in the encoder's own space, `[n, tasks]`."""
         left_out = self.config.out_of_task == "constant" or self.config.in_task == "none"
-        if self.traces is None or self.traces.space is None or common is None or left_out:
+        if self.statistics is None or self.statistics.space is None or common is None or left_out:
             return None
-        return self.traces.contrast(common, self.task_classes_)
+        return self.statistics.contrast(common, self.task_classes_)
 
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+    def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
         """The part of S_TPL that rests on the task's features alone: MD."""
-        return self.scores_[task].knownness(*outputs)
+        return self.scores_[task].in_distribution_score(*outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
@@ -195,7 +197,7 @@ class TPL(ReplayBank):
         return within + self.task_log_probabilities(scores)[:, owner]
 
     def task_log_probabilities(self, scores: Tensor) -> Tensor:
-        """log P(task | image) from task scores `[n, tasks]`; a task with score -inf is not in question."""
+        """log P(task | image) from task scores `[n, tasks]`; a task with score -inf is not in query."""
         if self.calibration_ is not None:
             scores = scores * self.calibration_[0] + self.calibration_[1]
         answer: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
@@ -232,8 +234,8 @@ class TPL(ReplayBank):
         labels = task.train.labels
         more = {n: task.train.select(labels == i) for i, n in enumerate(numbers)}
         self._rearrange_memory(self.memory.redraw(more, seen, self.preprocess))
-        if self.traces is not None and self.traces.space is not None and len(samples):
-            self.traces.space.merge(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
+        if self.statistics is not None and self.statistics.space is not None and len(samples):
+            self.statistics.space.merge(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
         self._use_memory(self.task_classes_, calibrate=True)
 
     def _merge(self, task: int, samples: Samples) -> None:
@@ -264,8 +266,8 @@ class TPL(ReplayBank):
             columns = torch.arange(seen.logits.shape[1], device=seen.logits.device) != own
             self.memory_outputs_[task] = Outputs(seen.features, seen.logits[:, columns])
         self._rearrange_memory(self.memory.remove(number))
-        if self.traces is not None and self.traces.space is not None:
-            self.traces.space.forget(number)
+        if self.statistics is not None and self.statistics.space is not None:
+            self.statistics.space.forget(number)
         # The calibration stays, as the other answers should, unless what it was fitted with is no more.
         self._use_memory(self.task_classes_, calibrate=False)
         if self._opposed != opposed:
@@ -273,13 +275,13 @@ class TPL(ReplayBank):
 
     # Memory, calibration, storage
 
-    def _leave_traces(
-        self, traces: Traces, samples: Samples, newest: Outputs, task_classes: list[tuple[str, ...]]
+    def _keep_statistics(
+        self, statistics: StoredStatistics, samples: Samples, newest: Outputs, task_classes: list[tuple[str, ...]]
     ) -> None:
         """Note what is kept of a new task's images, and what the old tasks' models say of some of them."""
-        if traces.space is not None:
+        if statistics.space is not None:
             encoded = self.encoder_features(samples.pixels)
-            traces.space.learn(encoded, samples.labels)
+            statistics.space.learn(encoded, samples.labels)
         if len(task_classes) == 1:
             return
         rows = some_rows(len(samples)).to(self.compute.device)
@@ -287,10 +289,10 @@ class TPL(ReplayBank):
         seen = [self.outputs_of(t, pixels) for t in range(len(task_classes) - 1)]
         seen.append(Outputs(*(column[rows] for column in newest)))
         evidence = torch.stack([s.evidence(*o) for s, o in zip(self.scores_, seen, strict=True)], dim=1)
-        if traces.space is not None:
-            contrast = traces.contrast(encoded[rows], task_classes)
+        if statistics.space is not None:
+            contrast = statistics.contrast(encoded[rows], task_classes)
             evidence = torch.cat([evidence, contrast.unsqueeze(2)], dim=2)
-        traces.weigh(evidence)
+        statistics.weigh(evidence)
 
     def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
         """Give every score the others' memory, and calibrate on it: both change with every task."""
@@ -299,9 +301,9 @@ class TPL(ReplayBank):
         tasks = owner[labels]
         self._opposed = oppose(self.scores_, self.memory_outputs_, tasks, labels)
         self._weights = {}
-        if self.traces is not None and self.config.calibration != "none":
-            sides = (False,) if self.traces.space is None else (False, True)
-            self._weights = {s: self.traces.weights(self.config, s).to(self.compute.device) for s in sides}
+        if self.statistics is not None and self.config.calibration != "none":
+            sides = (False,) if self.statistics.space is None else (False, True)
+            self._weights = {s: self.statistics.weights(self.config, s).to(self.compute.device) for s in sides}
         if calibrate:
             wanted = self.config.calibration != "none" and self._opposed and len(task_classes) > 1
             self.calibration_ = self._calibrate(labels, tasks, owner) if wanted else None
@@ -320,7 +322,7 @@ class TPL(ReplayBank):
     def shared_state(self) -> dict[str, Tensor]:
         """The calibration, and what stands in for the memory."""
         calibration = {} if self.calibration_ is None else {"calibration": self.calibration_}
-        return calibration | ({} if self.traces is None else self.traces.state())
+        return calibration | ({} if self.statistics is None else self.statistics.state())
 
     def task_state(self, task: int) -> dict[str, Tensor]:
         """The score's statistics."""
@@ -330,6 +332,6 @@ class TPL(ReplayBank):
         """Rebuild scores and calibration; nothing is computed through the encoder."""
         self.scores_ = [LikelihoodRatio(self.config).load_state(beginning_with("score.", own)) for own in tasks]
         self.calibration_ = shared.get("calibration")
-        if self.traces is not None:
-            self.traces.load_state(shared)
+        if self.statistics is not None:
+            self.statistics.load_state(shared)
         self._use_memory(self.task_classes_, calibrate=False)

@@ -1,4 +1,4 @@
-"""TPL over feature vectors: the same bank, lessons, scores and calibration, with vectors in the place of images.
+"""TPL over feature vectors: the same bank, jobs, scores and calibration, with vectors in the place of images.
 
 Not a `Method`: those learn streams of image sets. `tpl.estimator` is its public face.
 """
@@ -20,7 +20,7 @@ from tpl.engine import Compute, Samples, choose_compute, silent
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.methods.bank import ENOUGH_TO_HOLD_OUT, Bank, HeldOut, Outputs
-from tpl.methods.bank.lessons import Lesson, learn_lessons
+from tpl.methods.bank.training import TrainingJob, run_jobs
 from tpl.methods.base import owners, seeded
 from tpl.methods.tpl import TPLConfig
 from tpl.nets import Encoder
@@ -73,7 +73,7 @@ class VectorBank(Bank):
     def __init__(
         self, encoder: VectorEncoder, config: VectorConfig, compute: Compute, generator: torch.Generator
     ) -> None:
-        # Of an encoder, a bank and its lessons use `dim`, the two `new_` methods, `fingerprint`, the two flags and the
+        # Of an encoder, a bank and its jobs use `dim`, the two `new_` methods, `fingerprint`, the two flags and the
         # call itself.
         super().__init__(cast(Encoder, encoder), config, compute, from_bytes, generator)
 
@@ -165,7 +165,7 @@ class VectorTPL:
         outputs = own + (replay is not None)
         samples = Samples(to_bytes(train), train_labels)
         training = self.generator("training", number)
-        learn_lessons([Lesson(self.bank, samples, replay, own, outputs, self.config, training, silent)])
+        run_jobs([TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, silent)])
         if outputs == 1:
             # A single class and nothing to tell it from: an untrained logit would vary without a meaning.
             self.bank.tasks[number].head_weight.zero_()
@@ -247,9 +247,9 @@ class VectorTPL:
         """One minus the largest conformal p-value of any task."""
         asked, own = [], []
         for t, task in enumerate(self.tasks):
-            asked.append(task.score.knownness(*self.bank.outputs(vectors, t)))
+            asked.append(task.score.in_distribution_score(*self.bank.outputs(vectors, t)))
             held = Outputs(task.held.features, self.bank.logits(task.held.features, t))
-            own.append(task.score.knownness(*held).sort().values)
+            own.append(task.score.in_distribution_score(*held).sort().values)
         return unknown_scores(asked, own)
 
     def _outputs(self, vectors: Tensor) -> list[Outputs]:

@@ -95,7 +95,7 @@ class LikelihoodRatio(Score):
             )
         return int(self.centres.counts_[c])
 
-    def knownness(self, z: Tensor, logits: Tensor) -> Tensor:
+    def in_distribution_score(self, z: Tensor, logits: Tensor) -> Tensor:
         """How sure the task is to know an image, by what no later task can change: S_MD, scaled.
 
         Not S_TPL, which compares tasks: a large logit would make up for a feature that is far from every class. On

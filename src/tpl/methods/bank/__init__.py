@@ -1,21 +1,26 @@
-"""All task models in one network, kept apart: what the TIL+OOD family (TPL, HAT, MORE, ROW, SupSup) is built on."""
+"""All task models in one network, kept apart: what the TIL+OOD family (TPL, HAT, MORE, ROW, SupSup) is built on.
 
-from tpl.methods.bank.asking import Question
-from tpl.methods.bank.bank import Bank, Outputs, within_tasks
-from tpl.methods.bank.method import ENOUGH_TO_HOLD_OUT, BankMethod, HeldOut, Seen
-from tpl.methods.bank.models import TaskModel
-from tpl.methods.bank.replay import MemoryBank, MemoryConfig, ReplayBank
+bank.py        the task models, and queries to them in batches
+method.py      the base class of the family: memory, held-out images, answers, storage
+training.py    training jobs, one or several side by side
+protect.py     HAT and SupSup: how tasks share adapters and leave each other in peace
+techniques/    training-time techniques of OOD detection
+heads.py       training heads on features that stand still
+distance.py    distances to every task's classes
+imageless.py   what stands in for stored images where none may be kept
+"""
+
+from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, within_tasks
+from tpl.methods.bank.method import ENOUGH_TO_HOLD_OUT, BankMethod, HeldOut, MemoryConfig, Seen
 
 __all__ = [
     "ENOUGH_TO_HOLD_OUT",
     "Bank",
     "BankMethod",
     "HeldOut",
-    "MemoryBank",
     "MemoryConfig",
     "Outputs",
-    "Question",
-    "ReplayBank",
+    "Query",
     "Seen",
     "TaskModel",
     "within_tasks",

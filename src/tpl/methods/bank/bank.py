@@ -1,26 +1,111 @@
-"""The bank: all task models in one network, kept apart by a protection such as HAT's masks.
+"""The bank: all task models in one network, kept apart by a protection such as HAT's masks, and queries to them.
 
 The encoder is shared, and so are the weights trained in it: adapters, or all of a network that starts from scratch. A
 task owns its mask, its norms and its head. While it is trained, the protection holds still every weight that an earlier
 task uses, so an old task's features never change: with binary masks not by a single bit.
+
+A query asks one task's model about some images. Many queries are answered in batches whose rows are pairs of an image
+and a task: what all tasks see alike, the patches of an image, is computed once. On a GPU every batch has the same
+number of rows, whichever pairs they are, and is the replay of one CUDA graph: a pair's answer has the same bits in any
+batch. On a CPU a batch has as many rows as keep it busy, and the answer is the same up to rounding: matrix libraries
+choose kernels by the number of rows, and some kernels add up in another order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tpl.engine import Event, Listener
-from tpl.methods.bank.asking import Asking, Question, asking
-from tpl.methods.bank.looks import UPRIGHT, Looks
-from tpl.methods.bank.models import TaskModel, TaskModels
+from tpl.engine import QUARTERS, Compute, Event, Inference, Listener, records
+from tpl.engine.infer import BLOCK, Recording
+from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.bank.techniques import Technique
+from tpl.nets import Encoder, Trainable, ViTEncoder, Weights, unstacked
+from tpl.nets.transposed import Part, TransposedTask, TransposedTrunk
 
+ROWS = 256  # of a pass on a GPU
+TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
 NEARLY_FULL = 0.95
+
+
+# Views of an image: test-time augmentation
+
+
+class Look(NamedTuple):
+    """One look at images: mirrored or not, then turned by so many quarters."""
+
+    mirrored: bool
+    quarters: int
+
+    def at(self, pixels: Tensor) -> Tensor:
+        """The images `[..., size, size]` as this look has them."""
+        pixels = pixels.flip(-1) if self.mirrored else pixels
+        return pixels.rot90(self.quarters, dims=(-2, -1)) if self.quarters else pixels
+
+
+Looks = tuple[Look, ...]
+
+
+def _looks(mirrored: bool, turned: bool) -> Looks:
+    sides = (False, True) if mirrored else (False,)
+    return tuple(Look(side, quarters) for quarters in ((0, *QUARTERS) if turned else (0,)) for side in sides)
+
+
+LOOKS: dict[str, Looks] = {
+    "upright": _looks(mirrored=False, turned=False),
+    "mirrored": _looks(mirrored=True, turned=False),
+    "turned": _looks(mirrored=False, turned=True),
+    "both": _looks(mirrored=True, turned=True),
+}
+UPRIGHT = LOOKS["upright"]
+
+
+# Task models
+
+
+class TaskModel(nn.Module):
+    """What one task owns; `embedding` is what the protection keeps of it."""
+
+    turned_classes = False  # whether the last outputs stand for the classes, turned by one, two, three quarters
+
+    def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(embedding, requires_grad=embedding.is_floating_point())
+        self.norms = nn.Parameter(norms)
+        self.head_weight = nn.Parameter(head_weight)
+        self.head_bias = nn.Parameter(head_bias)
+        self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
+
+    def own_head(self, quarters: int = 0) -> tuple[Tensor, Tensor]:
+        """Weights and biases of the task's own classes, or of these turned by so many quarters."""
+        first = self._first_output(quarters)
+        rows = slice(first, first + self.own)
+        return self.head_weight[rows].detach(), self.head_bias[rows].detach()
+
+    def upright_head(self) -> tuple[Tensor, Tensor]:
+        """The same of the task's own classes and of others, without those for turned images."""
+        count = self._first_output(QUARTERS[0]) if self.turned_classes else len(self.head_bias)
+        return self.head_weight[:count].detach(), self.head_bias[:count].detach()
+
+    def _first_output(self, quarters: int) -> int:
+        return len(self.head_bias) - (1 + len(QUARTERS) - quarters) * self.own if quarters else 0
+
+    def drop(self, row: int) -> None:
+        """Remove one output of the head; one of the task's classes goes with its turned ones."""
+        rows = [row]
+        if self.turned_classes and row < self.own:
+            rows += [self._first_output(quarters) + row for quarters in QUARTERS]
+        kept = torch.ones(len(self.head_bias), dtype=torch.bool, device=self.head_bias.device)
+        kept[rows] = False
+        self.own -= row < self.own
+        for name in ("head_weight", "head_bias"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach()[kept], requires_grad=False))
 
 
 class Outputs(NamedTuple):
@@ -30,30 +115,69 @@ class Outputs(NamedTuple):
     logits: Tensor  # [n, own classes]
 
 
-class Bank(TaskModels):
-    """The set of task models in one network: what it grows by, and what it answers."""
+class Query(NamedTuple):
+    """Some images for one task: their numbers, in ascending order, on the CPU; None: all there are."""
+
+    task: int
+    rows: Tensor | None = None
+
+
+class QueryPart(NamedTuple):
+    """What one pass asks one task: `number` is the query's, `rows` are numbers within a block of images."""
+
+    number: int
+    task: int
+    rows: Tensor
+
+
+class Bank:
+    """One encoder, shared weights in it, a protection that keeps tasks apart, and the finished tasks' models."""
 
     used: Tensor | None = None  # units that some finished task holds
     retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
     same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
     looks: Looks = UPRIGHT  # at an image that is asked about
 
+    def __init__(
+        self,
+        encoder: Encoder,
+        config: ProtectConfig,
+        compute: Compute,
+        normalise: Callable[[Tensor], Tensor],
+        generator: torch.Generator,
+        technique: type[Technique] = Technique,
+    ) -> None:
+        self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
+        self.technique = technique  # how heads are trained and read
+        self.protection = PROTECTIONS[config.protect](config)
+        self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
+        self.protection.prepare(self.adapters)
+        self.tasks: list[TaskModel] = []
+
+    def weights(self, task: int) -> Weights:
+        """The shared weights as a finished task sees them."""
+        return self.protection.finished(self.adapters.weights, self.tasks[task].embedding.detach())
+
+    def unit_mask(self, task: int) -> Tensor | None:
+        """How far each unit is open for a finished task, if masks are over units."""
+        return self.protection.claim(self.tasks[task].embedding.detach())
+
     @cached_property
-    def _ask(self) -> Asking:
-        return asking(self, self.encoder, self.compute)
+    def _inference(self) -> BankInference:
+        return inference_for(self, self.encoder, self.compute)
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of uint8 images under a finished task's model."""
-        return self.answers(pixels, [Question(task)])[0]
+        return self.query(pixels, [Query(task)])[0]
 
-    def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
+    def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """The same for several tasks, each of its own choice of the images: quicker than one by one.
 
         On a GPU the answers have the same bits as one by one, on a CPU they are the same up to rounding.
         """
         with torch.no_grad():
-            told = [self._ask(look.at(pixels), questions) for look in self.looks]
-            return [self._joined(task, seen) for (task, _), *seen in zip(questions, *told, strict=True)]
+            found = [self._inference(look.at(pixels), queries) for look in self.looks]
+            return [self._joined(task, seen) for (task, _), *seen in zip(queries, *found, strict=True)]
 
     def _joined(self, task: int, seen: list[Tensor]) -> Outputs:
         """What one task says of images after all looks at them, the upright ones first."""
@@ -139,3 +263,192 @@ def _mean(parts: list[Tensor]) -> Tensor:
 
 def _united(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
     return claim if used is None or claim is None else torch.maximum(used, claim)
+
+
+# Batched inference: who asks how
+
+
+class ModelVersion:
+    """Tells whether a task's model, or a weight that it shares, has been exchanged or written to since."""
+
+    def __init__(self, bank: Bank, task: int) -> None:
+        model = bank.tasks[task]
+        self.tensors = model.embedding, model.norms, *bank.adapters.weights  # kept: no other can take their place
+        self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelVersion) and self.state == other.state
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class BankInference(ABC):
+    """Features of images under finished tasks of a bank."""
+
+    def __init__(self, bank: Bank) -> None:
+        self.bank = bank
+
+    @abstractmethod
+    def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
+        """Features `[n, dim]`, float32, one tensor a query; `pixels` are uint8."""
+
+
+class PerTaskInference(BankInference):
+    """A pass a task: for networks that share nothing but weights."""
+
+    def __init__(self, bank: Bank) -> None:
+        super().__init__(bank)
+        self._features = Inference(unstacked(bank.encoder, bank.compute.dtype), bank.compute, bank.normalise)
+
+    def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
+        """Task after task."""
+        bank = self.bank
+        chosen = [pixels if rows is None else pixels[rows.to(pixels.device)] for _, rows in queries]
+        pairs = zip(chosen, queries, strict=True)
+        return [self._features(own, bank.tasks[q.task].norms, *bank.weights(q.task)) for own, q in pairs]
+
+
+class SharedInference(BankInference):
+    """Patches once an image, then passes over pairs of any tasks."""
+
+    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+        super().__init__(bank)
+        self.encoder, self.dtype = encoder, bank.compute.dtype
+        self._tokens = Inference(self._see, bank.compute, bank.normalise)
+
+    def _see(self, images: Tensor) -> Tensor:
+        return self.encoder.tokens(images, self.dtype)
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
+        """Block after block of images; in each, all queries, a bounded number of rows at a time."""
+        nobody = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
+        answers: list[list[Tensor]] = [[nobody] for _ in queries]
+        for start in range(0, len(pixels), BLOCK):
+            block = pixels[start : start + BLOCK]
+            parts = list(_query_parts(queries, start, len(block)))
+            if not parts:
+                continue
+            tokens = self._tokens(block)
+            for together in self.batches(parts, tokens.shape[1]):
+                features = self.run(tokens, together)
+                for part, seen in zip(together, features.split([len(p.rows) for p in together]), strict=True):
+                    answers[part.number].append(seen)
+        return [torch.cat(each) for each in answers]
+
+    @abstractmethod
+    def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
+        """The parts in groups that make a pass each; images have so many tokens."""
+
+    @abstractmethod
+    def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
+        """Features of one pass, the parts' rows one after the other."""
+
+
+class CPUInference(SharedInference):
+    """With weights transposed, and each task's closed units left out."""
+
+    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+        super().__init__(bank, encoder)
+        self._trunk: TransposedTrunk | None = None
+        self._tasks: dict[int, tuple[ModelVersion, TransposedTask]] = {}
+
+    def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
+        """As many rows as keep all threads busy."""
+        return _grouped(parts, max(TOKENS // tokens, 1))
+
+    def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
+        """A pass through the transposed trunk."""
+        if self._trunk is None:  # not before somebody asks: it takes as much memory again as the encoder
+            self._trunk = TransposedTrunk(self.encoder)
+        rows = torch.cat([part.rows for part in parts])
+        return self._trunk(tokens[rows], [Part(self._task(part.task), len(part.rows)) for part in parts])
+
+    def _task(self, task: int) -> TransposedTask:
+        version = ModelVersion(self.bank, task)
+        found = self._tasks.get(task)
+        if found is None or found[0] != version:
+            transposed = TransposedTask.of(self.bank.tasks[task].norms, self.bank.weights(task))
+            self._tasks[task] = found = version, transposed
+        return found[1]
+
+
+class RowInference(SharedInference):
+    """With norms and masks gathered for every row; without unit masks, a pass asks one task alone."""
+
+    def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
+        super().__init__(bank, encoder)
+        self._features = Recording(self._answer, bank.compute)
+        self._stacked: tuple[list[ModelVersion], Tensor, Tensor] | None = None
+
+    def _answer(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
+        """Norms with an axis of rows come with masks and the shared weights, others with a task's own weights."""
+        masks, weights = (rest[0], rest[1:]) if norms.dim() == 4 else (None, rest)
+        return self.encoder.beyond(tokens, norms, weights, masks)
+
+    @cached_property
+    def _mixes(self) -> bool:
+        return self.bank.unit_mask(0) is not None
+
+    def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
+        """One number of rows for all, of several tasks where masks can tell them apart."""
+        if self._mixes:
+            return _grouped(parts, ROWS)
+        return (group for part in parts for group in _grouped([part], ROWS))
+
+    def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
+        """One replay; rows that are missing are those of the first image."""
+        device, bank = tokens.device, self.bank
+        count = sum(len(part.rows) for part in parts)
+        size = ROWS if records(device) else count
+        rows = torch.zeros(2, size, dtype=torch.long)  # image and task
+        rows[0, :count] = torch.cat([part.rows for part in parts])
+        rows[1, :count] = torch.cat([torch.full_like(part.rows, part.task) for part in parts])
+        images, tasks = rows.to(device, non_blocking=True)
+        if self._mixes:
+            norms, masks = self._stacks()
+            given = norms[tasks], masks[tasks], *bank.adapters.weights
+        else:
+            given = bank.tasks[parts[0].task].norms, *bank.weights(parts[0].task)
+        return self._features(tokens[images], *given)[:count]
+
+    def _stacks(self) -> tuple[Tensor, Tensor]:
+        """Norms and masks of all tasks, `[tasks, ...]`."""
+        versions = [ModelVersion(self.bank, t) for t in range(len(self.bank.tasks))]
+        if self._stacked is None or self._stacked[0] != versions:
+            masks = [self.bank.unit_mask(t) for t in range(len(self.bank.tasks))]
+            norms = torch.stack([model.norms for model in self.bank.tasks])
+            self._stacked = versions, norms, torch.stack([mask for mask in masks if mask is not None])
+        return self._stacked[1:]
+
+
+def inference_for(bank: Bank, encoder: Encoder, compute: Compute) -> BankInference:
+    """How this encoder is best asked on this device."""
+    if not isinstance(encoder, ViTEncoder):
+        return PerTaskInference(bank)
+    transposed = compute.device.type == "cpu" and compute.dtype == torch.float32 and TransposedTrunk.serves(encoder)
+    return CPUInference(bank, encoder) if transposed else RowInference(bank, encoder)
+
+
+def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[QueryPart]:
+    """What each query asks of a block of images."""
+    for number, (task, rows) in enumerate(queries):
+        own = torch.arange(count) if rows is None else rows[(rows >= start) & (rows < start + count)] - start
+        if len(own):
+            yield QueryPart(number, task, own)
+
+
+def _grouped(parts: list[QueryPart], limit: int) -> Iterator[list[QueryPart]]:
+    """Pieces, cut where they must be, in groups of `limit` rows; the last may have fewer."""
+    group: list[QueryPart] = []
+    room = limit
+    for part in parts:
+        rows = part.rows
+        while len(rows):
+            group.append(part._replace(rows=rows[:room]))
+            rows, room = rows[room:], room - len(group[-1].rows)
+            if not room:
+                yield group
+                group, room = [], limit
+    if group:
+        yield group

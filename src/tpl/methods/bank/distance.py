@@ -1,54 +1,40 @@
-"""A replaying bank that judges tasks by distance: what MORE and ROW have in common."""
+"""Distances to every task's classes: what MORE and ROW judge tasks by."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tpl.engine import Compute, Samples
 from tpl.methods.bank.bank import Outputs
-from tpl.methods.bank.replay import MemoryConfig, ReplayBank
-from tpl.nets import Encoder
 from tpl.scores import Mahalanobis
 from tpl.state import beginning_with
 
-CENTRES = "score."
+PREFIX = "score."
 
 
-class DistanceBank(ReplayBank):
-    """Every task has the means of its classes, and a covariance to measure distances to them by."""
+class TaskCentres:
+    """The means of every task's classes, and a covariance a task to measure distances to them by."""
 
-    shrinkage: ClassVar[str | float] = "auto"  # of the covariance
+    def __init__(self, shrinkage: str | float = "auto") -> None:
+        self.shrinkage = shrinkage  # of the covariance
+        self.tasks: list[Mahalanobis] = []
 
-    def __init__(self, encoder: Encoder, config: MemoryConfig, compute: Compute, seed: int = 0) -> None:
-        super().__init__(encoder, config, compute, seed)
-        self.centres_: list[Mahalanobis] = []
+    def __getitem__(self, task: int) -> Mahalanobis:
+        return self.tasks[task]
 
-    def centre_newest(self, outputs: Outputs, samples: Samples) -> None:
-        """Keep means and covariance of the task just trained."""
-        self.centres_.append(Mahalanobis(self.shrinkage).fit_features(*outputs, samples.labels))
+    def add(self, outputs: Outputs, labels: Tensor) -> None:
+        """Keep means and covariance of one more task, given what its model says of its training images."""
+        self.tasks.append(Mahalanobis(self.shrinkage).fit_features(*outputs, labels))
 
     def closeness(self, outputs: list[Outputs]) -> Tensor:
         """max_c 1 / d_M(z_j, mu_c) of every task j, `[n, tasks]`."""
-        squares = [centre.score_features(*seen) for centre, seen in zip(self.centres_, outputs, strict=True)]
+        squares = [centre.score_features(*seen) for centre, seen in zip(self.tasks, outputs, strict=True)]
         return torch.stack(squares, dim=1).sqrt()
 
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
-        """How close the feature is to the task's nearest class: no later task changes it."""
-        return self.centres_[task].score_features(*outputs)
+    def state(self, task: int) -> dict[str, Tensor]:
+        """One task's statistics, for storage."""
+        return {PREFIX + k: v for k, v in self.tasks[task].state().items()}
 
-    def remembered(self) -> tuple[Tensor, Tensor]:
-        """The task of every image in the memory, and its class's number within that."""
-        numbers, owner = self.memory.labels.to(self.compute.device), self.memory_tasks(self.task_classes_)
-        first = torch.tensor([self.classes_.index(names[0]) for names in self.task_classes_], device=numbers.device)
-        return owner, numbers - first[owner]
-
-    def task_state(self, task: int) -> dict[str, Tensor]:
-        """The statistics."""
-        return {CENTRES + k: v for k, v in self.centres_[task].state().items()}
-
-    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Statistics back."""
-        self.centres_ = [Mahalanobis(self.shrinkage).load_state(beginning_with(CENTRES, own)) for own in tasks]
+    def load_state(self, tasks: list[dict[str, Tensor]]) -> None:
+        """Take up the statistics of all tasks."""
+        self.tasks = [Mahalanobis(self.shrinkage).load_state(beginning_with(PREFIX, own)) for own in tasks]

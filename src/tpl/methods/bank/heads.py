@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpl.methods.bank.models import TaskModel
+from tpl.methods.bank.bank import TaskModel
 
 
 class Heads(NamedTuple):

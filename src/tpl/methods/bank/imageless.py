@@ -25,7 +25,7 @@ SPACE, SUMS = "memory.encoder.", "memory.evidence."
 DISTANCE = len(LOGITS)  # where S_MD is among the kinds of evidence; what the encoder's space says comes after it
 
 
-class Traces:
+class StoredStatistics:
     """Sums over images that are gone, and what follows from them."""
 
     def __init__(self, kind: str, shrinkage: str) -> None:

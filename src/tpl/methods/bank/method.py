@@ -1,4 +1,14 @@
-"""What all methods over a bank share: learning by lessons, answers in two steps, and telling unknown images."""
+"""The base of the TIL+OOD family: TPL, MORE, ROW, HAT and SupSup.
+
+A family method has a bank of task models, a memory of images, and what every task's model says of the memory. To learn
+a task it trains one more model, by default with one more class, `others`, for the memory's images of earlier tasks
+(Eq. 2). To answer, it runs the task models (`forward`) and weighs what they say (`decide`). The two steps are apart so
+that what cannot change is computed once, and a trained bank serves every way of weighing. Images held out of training
+tell unknown images.
+
+A method of the family says how it concludes a task, scores tasks and combines scores: `conclude`, `task_scores`,
+`log_probabilities_of`, `in_distribution_score`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +20,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpl.engine import Listener, Samples
-from tpl.methods.bank.asking import Question
-from tpl.methods.bank.bank import Bank, Outputs
-from tpl.methods.bank.lessons import Lesson, learn_lessons
-from tpl.methods.base import UNKNOWN, Answers, Method
+from tpl.config import option
+from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.errors import TplError
+from tpl.memory import POLICIES, Memory
+from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel
+from tpl.methods.bank.protect import ProtectConfig
+from tpl.methods.bank.techniques import Technique
+from tpl.methods.bank.training import TrainingJob, run_jobs
+from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
+from tpl.nets import Encoder
 from tpl.scores.conformal import smallest_share, unknown_scores
+from tpl.state import State, beginning_with
 from tpl.stream import Task
 
 ENOUGH_TO_HOLD_OUT = 5  # samples of a class; one with fewer needs them all
+ADAPTERS = "adapters."
+
+
+@dataclass(frozen=True)
+class MemoryConfig(ProtectConfig, Recipe):
+    """Training, network, and a memory of images."""
+
+    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
+    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
+    turned_classes: bool = option(
+        False, "also train on new images turned by 90, 180 or 270 degrees, as classes that no answer names"
+    )
 
 
 class HeldOut(NamedTuple):
@@ -79,20 +107,42 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 class BankMethod(Method):
-    """A method that asks every task's model and then weighs what they say.
-
-    The two steps are apart so that outputs that cannot change are computed once, and so that a trained bank serves
-    every way of weighing.
-    """
+    """A method that runs every task's model and then weighs what they say."""
 
     has_task_models = True
-    bank: Bank
-    held_: list[HeldOut]  # one entry a task; empty where nothing was held out
-    _held_scores: list[Tensor] | None = None  # their knownness, sorted, once somebody has asked
+    config: MemoryConfig
+    memory: Memory
 
-    @abstractmethod
-    def lesson(self, task: Task, samples: Samples, listen: Listener) -> Lesson:
-        """What is to be trained for one more task."""
+    def __init__(
+        self,
+        encoder: Encoder,
+        config: MemoryConfig,
+        compute: Compute,
+        seed: int = 0,
+        technique: type[Technique] = Technique,
+    ) -> None:
+        super().__init__(encoder, config, compute, seed)
+        if config.turned_classes:
+            self.check_square("turned_classes=true")
+        self.memory = Memory(self.memory_budget, config.memory_policy, seed)
+        self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
+        self.held_: list[HeldOut] = []  # one entry a task; empty where nothing was held out
+        self._held_scores: list[Tensor] | None = None  # their in_distribution_score, sorted, once somebody has asked
+        self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
+
+    def check_splits(self) -> None:
+        """As every method; and the training technique has a say."""
+        super().check_splits()
+        if not self.bank.technique.splits:
+            raise TplError(
+                f"technique={self.bank.technique.name} looks at a whole batch, so several processes cannot share one. "
+                "Start one process, or choose another technique."
+            )
+
+    @property
+    def memory_budget(self) -> int:
+        """How many images the memory may keep."""
+        return self.config.memory
 
     @abstractmethod
     def conclude(self, task: Task, samples: Samples) -> None:
@@ -112,13 +162,31 @@ class BankMethod(Method):
         """
 
     @abstractmethod
-    def knownness(self, task: int, outputs: Outputs) -> Tensor:
+    def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
         """How sure a task is to know each image, by what no later task can change, `[n]`."""
+
+    # Learning
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train the task's model and conclude."""
-        learn_lessons([self.lesson(task, samples, listen)])
+        run_jobs([self.training_job(task, samples, listen)])
         self.conclude(task, samples)
+
+    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
+        """The task's own classes, and `others` for what is replayed."""
+        own = len(task.classes)
+        replay = self.replay_samples(own)
+        outputs = own + (replay is not None)
+        return self.new_job(samples, replay, own, outputs, listen)
+
+    def new_job(
+        self, samples: Samples, replay: Samples | None, own: int, outputs: int, listen: Listener
+    ) -> TrainingJob:
+        """A job for the bank by this method's own recipe."""
+        training, turned = self.generator("training"), self.config.turned_classes
+        return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, listen, turned)
+
+    # Answers
 
     @property
     def outputs_are_final(self) -> bool:
@@ -137,19 +205,19 @@ class BankMethod(Method):
         """Features of images under one task's model."""
         return self.bank.outputs(pixels, task).features
 
-    def answers(self, pixels: Tensor, questions: Sequence[Question]) -> list[Outputs]:
+    def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """Features and logits of some tasks, each of the images it is asked about."""
-        return self.bank.answers(pixels, questions)
+        return self.bank.query(pixels, queries)
 
     def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
         """One task's features and logits."""
-        return self.answers(pixels, [Question(task)])[0]
+        return self.query(pixels, [Query(task)])[0]
 
     def outputs(self, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
         """Every task's features and logits; those already `known` are not computed again."""
         known = known or []
-        missing = [Question(t) for t in range(len(known), len(self.bank.tasks))]
-        return known + self.answers(pixels, missing) if missing else known
+        missing = [Query(t) for t in range(len(known), len(self.bank.tasks))]
+        return known + self.query(pixels, missing) if missing else known
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: Seen | None = None) -> Seen:
         """Every task's features and logits, and the method's `common_features`."""
@@ -180,7 +248,7 @@ class BankMethod(Method):
             isinstance(other, BankMethod)
             and other.bank is self.bank.same_as
             and self.outputs_are_final
-            and all(type(method).answers is BankMethod.answers for method in (self, other))
+            and all(type(method).query is BankMethod.query for method in (self, other))
             and self.bank.looks == other.bank.looks
         )
 
@@ -204,21 +272,134 @@ class BankMethod(Method):
         """What is kept of held-out images to tell which tasks would be asked about them; None if all always are."""
         return None
 
-    def held_out_knownness(self, task: int) -> Tensor:
+    def held_out_scores(self, task: int) -> Tensor:
         """Knownness of a task's held-out images under its own model, sorted."""
         features = self.held_[task].features
-        return self.knownness(task, Outputs(features, self.bank.logits(features, task))).sort().values
+        return self.in_distribution_score(task, Outputs(features, self.bank.logits(features, task))).sort().values
 
     def held_scores(self) -> list[Tensor]:
-        """`held_out_knownness` of every task, computed once."""
+        """`held_out_scores` of every task, computed once."""
         if self._held_scores is None:
-            self._held_scores = [self.held_out_knownness(t) for t in range(len(self.bank.tasks))]
+            self._held_scores = [self.held_out_scores(t) for t in range(len(self.bank.tasks))]
         return self._held_scores
 
     def unknown_scores_of(self, outputs: list[Outputs]) -> Tensor:
         """1 - the largest conformal p-value of any task, from every task's outputs."""
-        return unknown_scores([self.knownness(t, each) for t, each in enumerate(outputs)], self.held_scores())
+        return unknown_scores(
+            [self.in_distribution_score(t, each) for t, each in enumerate(outputs)], self.held_scores()
+        )
 
     def rejection_floor(self) -> float:
         """The smallest share of known images at which any image can be rejected at all."""
         return smallest_share(self.held_scores())
+
+    # The memory
+
+    def outputs_of_newest(self, samples: Samples) -> Outputs:
+        """What the model just trained says of its training images."""
+        outputs = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
+        if not bool(outputs.features.isfinite().all()):
+            raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
+        return outputs
+
+    def remember(self, task: Task) -> None:
+        """Keep some images of a task that was just trained, and show the memory to every task's model."""
+        nobody = torch.zeros(0, self.encoder.dim, device=self.compute.device)
+        self.held_.append(HeldOut(nobody, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
+        self._held_scores = None
+        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
+        self._see_memory(kept)
+
+    def memory_tasks(self, task_classes: list[tuple[str, ...]]) -> Tensor:
+        """The task of every image in the memory."""
+        return task_of_class(task_classes).to(self.compute.device)[self.memory.labels.to(self.compute.device)]
+
+    def memory_features(self, task: int) -> Tensor | None:
+        """What one task's model sees of the memory."""
+        return self.memory_outputs_[task].features
+
+    def remembered(self) -> tuple[Tensor, Tensor]:
+        """The task of every image in the memory, and its class's number within that."""
+        numbers, owner = self.memory.labels.to(self.compute.device), self.memory_tasks(self.task_classes_)
+        first = torch.tensor([self.classes_.index(names[0]) for names in self.task_classes_], device=numbers.device)
+        return owner, numbers - first[owner]
+
+    def replay_samples(self, label: int) -> Samples | None:
+        """The memory's images, all with one label; None while it is empty."""
+        labels = torch.full((len(self.memory),), label, device=self.compute.device)
+        return Samples(self.memory.pixels(self.preprocess, self.compute.device), labels) if len(labels) else None
+
+    def _see_memory(self, kept: Tensor) -> None:
+        """Show the memory to every task's model; `kept` are the rows that were there before.
+
+        What an old model said of an old exemplar stays true where outputs are final.
+        """
+        pixels = self.memory.pixels(self.preprocess, self.compute.device)
+        if self.outputs_are_final:
+            rows = kept.to(self.compute.device)
+            fresh = pixels[len(kept) :]
+            told = self.query(fresh, [Query(t) for t in range(len(self.memory_outputs_))])
+            for t, (seen, new) in enumerate(zip(self.memory_outputs_, told, strict=True)):
+                self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(seen, new, strict=True)))
+        else:
+            self.memory_outputs_ = []
+        self.memory_outputs_ = self.outputs(pixels, known=self.memory_outputs_)
+
+    def _rearrange_memory(self, origin: Tensor) -> None:
+        """Follow a change of the memory; `origin` is the row that each exemplar was in before, -1 if it is new."""
+        if not self.outputs_are_final:
+            self._see_memory(origin[:0])
+            return
+        origin = origin.to(self.compute.device)
+        new = origin < 0
+        pixels = self.memory.pixels(self.preprocess, self.compute.device)[new]
+        for t, seen in enumerate(self.memory_outputs_):
+            moved = Outputs(*(column[origin.clamp_min(0)] for column in seen))
+            if bool(new.any()):
+                for column, fresh in zip(moved, self.outputs_of(t, pixels), strict=True):
+                    column[new] = fresh
+            self.memory_outputs_[t] = moved
+
+    # Storage
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What a method has learned beyond the bank and the memory, by name."""
+        return {}
+
+    def task_state(self, task: int) -> dict[str, Tensor]:
+        """What it has learned for one task, by name."""
+        return {}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Take up what `shared_state` and `task_state` gave; bank and memory are in place."""
+
+    def state(self) -> State:
+        """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
+        shared = {ADAPTERS + k: v.detach() for k, v in self.bank.adapters.state_dict().items()}
+        for t, seen in enumerate(self.memory_outputs_):
+            shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = seen
+        if self.bank.retired is not None:
+            shared["retired"] = self.bank.retired
+        tasks = []
+        for t, (model, held) in enumerate(zip(self.bank.tasks, self.held_, strict=True)):
+            own = {k: v.detach() for k, v in model.state_dict().items()} | self.task_state(t)
+            tasks.append(own | {f"held.{k}": v for k, v in held.tensors().items()})
+        return State(shared | self.shared_state(), tasks)
+
+    def load_state(self, state: State) -> None:
+        """Rebuild bank and memory, then what the method has beyond them; the encoder is not asked."""
+        device = self.compute.device
+        shared = {k: v.to(device) for k, v in state.shared.items()}
+        tasks = [{k: v.to(device) for k, v in own.items()} for own in state.tasks]
+        self.bank.adapters.load_state_dict(beginning_with(ADAPTERS, shared))
+        self.bank.restart(shared.get("retired"))
+        self.held_, self.memory_outputs_, self._held_scores = [], [], None
+        for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):
+            model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
+            model.turned_classes = self.config.turned_classes
+            self.bank.add(model)
+            features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
+            labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))
+            self.held_.append(HeldOut(features, labels, own.get("held.common")))
+            self.memory_outputs_.append(Outputs(*(shared[f"memory.{t}.{k}"] for k in ("features", "logits"))))
+        self.load_own_state(shared, tasks)

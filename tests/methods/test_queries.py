@@ -11,8 +11,8 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from tpl.engine import choose_compute
-from tpl.methods.bank import Bank, Question
-from tpl.methods.bank.asking import InRows, OnCPU, OneByOne, Piece, _grouped
+from tpl.methods.bank import Bank, Query
+from tpl.methods.bank.bank import CPUInference, PerTaskInference, QueryPart, RowInference, _grouped
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.nets import Encoder, ResNetEncoder, ViTEncoder, create_encoder
 from tpl.stream.preprocess import Preprocess
@@ -60,7 +60,7 @@ def by_loop(bank: Bank, pixels: Tensor) -> list[Tensor]:
 
 
 def by_bank(bank: Bank, pixels: Tensor) -> list[Tensor]:
-    return [outputs.features for outputs in bank.answers(pixels, [Question(t) for t in range(len(bank.tasks))])]
+    return [outputs.features for outputs in bank.query(pixels, [Query(t) for t in range(len(bank.tasks))])]
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], precision: float = 1e-5) -> None:
@@ -79,19 +79,19 @@ def pixels() -> Tensor:
 
 
 def test_every_task_says_what_it_says_in_a_loop(compact: Bank, pixels: Tensor) -> None:
-    assert isinstance(compact._ask, OnCPU)
+    assert isinstance(compact._inference, CPUInference)
     found = by_bank(compact, pixels[:21])
     assert_close(found, by_loop(compact, pixels[:21]))
     assert float((found[0] - found[1]).abs().max()) > 0.1  # each by its own model
 
 
-@pytest.mark.parametrize("how", [OnCPU, InRows])
+@pytest.mark.parametrize("how", [CPUInference, RowInference])
 @pytest.mark.parametrize("options", [{"protect": "supsup"}, {"masks": "soft"}])
-def test_with_other_masks_too(how: type[OnCPU | InRows], options: dict[str, Any], pixels: Tensor) -> None:
+def test_with_other_masks_too(how: type[CPUInference | RowInference], options: dict[str, Any], pixels: Tensor) -> None:
     encoder = create_encoder("compact")
     assert isinstance(encoder, ViTEncoder)
     bank = new_bank(encoder, **options)
-    bank._ask = how(bank, encoder)
+    bank._inference = how(bank, encoder)
     assert_close(by_bank(bank, pixels[:5]), by_loop(bank, pixels[:5]))
 
 
@@ -105,29 +105,29 @@ def test_a_pair_has_the_same_answer_in_any_company(compact: Bank, pixels: Tensor
         assert_close([a[0] for a in by_bank(compact, alone)], [b[i] for b in together])
         assert_close([compact.outputs(alone, 1).features[0]], [together[1][i]])
     rows = [torch.tensor([3, 4, 200, 258]), torch.tensor([], dtype=torch.long), torch.tensor([260])]
-    asked = compact.answers(pixels, [Question(t, own) for t, own in enumerate(rows)])
+    asked = compact.query(pixels, [Query(t, own) for t, own in enumerate(rows)])
     filled = [t for t, own in enumerate(rows) if len(own)]
     assert_close([asked[t].features for t in filled], [together[t][rows[t]] for t in filled])
     assert [len(seen.logits) for seen in asked] == [4, 0, 1]
 
 
 def test_no_images_are_no_answers(compact: Bank, pixels: Tensor) -> None:
-    (seen,) = compact.answers(pixels[:0], [Question(1)])
+    (seen,) = compact.query(pixels[:0], [Query(1)])
     assert seen.features.shape == (0, 128) and seen.logits.shape == (0, 3)
 
 
 @pytest.mark.parametrize(
     ("changes", "how"),
     [
-        ({"init_values": 0.3}, OnCPU),  # layer scales
-        ({"global_pool": "avg"}, OnCPU),  # all tokens count to the end
-        ({"qkv_bias": False, "reg_tokens": 2}, OnCPU),
-        ({"qk_norm": True}, InRows),  # blocks that are not standard are asked as they are
+        ({"init_values": 0.3}, CPUInference),  # layer scales
+        ({"global_pool": "avg"}, CPUInference),  # all tokens count to the end
+        ({"qkv_bias": False, "reg_tokens": 2}, CPUInference),
+        ({"qk_norm": True}, RowInference),  # blocks that are not standard are asked as they are
     ],
 )
 def test_other_transformers(changes: dict[str, Any], how: type) -> None:
     bank = new_bank(small_vit(**changes))
-    assert type(bank._ask) is how
+    assert type(bank._inference) is how
     pixels = some_pixels(5)
     assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
 
@@ -136,7 +136,7 @@ def test_rows_that_gather_norms_and_masks_are_those_of_the_loop(pixels: Tensor) 
     """What a GPU does, less the recording."""
     encoder = small_vit()
     bank = new_bank(encoder)
-    bank._ask = InRows(bank, encoder)
+    bank._inference = RowInference(bank, encoder)
     assert_close(by_bank(bank, pixels[:90]), by_loop(bank, pixels[:90]))  # 270 pairs: two passes
 
 
@@ -144,18 +144,18 @@ def test_a_network_from_scratch_is_asked_task_by_task() -> None:
     bank = new_bank(ResNetEncoder(8))
     for model in bank.tasks:
         model.embedding.add_(1)  # more units open: something must come through untrained kernels
-    assert isinstance(bank._ask, OneByOne)
+    assert isinstance(bank._inference, PerTaskInference)
     pixels = some_pixels(8)
     assert_close(by_bank(bank, pixels), by_loop(bank, pixels))
-    (some,) = bank.answers(pixels, [Question(2, torch.tensor([1, 5]))])
+    (some,) = bank.query(pixels, [Query(2, torch.tensor([1, 5]))])
     torch.testing.assert_close(some.features, by_bank(bank, pixels)[2][[1, 5]])
 
 
-@pytest.mark.parametrize("how", [OnCPU, InRows])
-def test_what_was_prepared_follows_every_change_of_a_task(how: type[OnCPU | InRows]) -> None:
+@pytest.mark.parametrize("how", [CPUInference, RowInference])
+def test_what_was_prepared_follows_every_change_of_a_task(how: type[CPUInference | RowInference]) -> None:
     encoder, pixels = small_vit(), some_pixels(4)
     bank = new_bank(encoder)
-    bank._ask = how(bank, encoder)
+    bank._inference = how(bank, encoder)
     by_bank(bank, pixels)
     with torch.no_grad():
         bank.adapters.down_weight.mul_(3)
@@ -171,7 +171,7 @@ def test_what_was_prepared_follows_every_change_of_a_task(how: type[OnCPU | InRo
 
 
 def test_passes_are_filled_up_and_nothing_is_lost() -> None:
-    pieces = [Piece(0, 0, torch.arange(5)), Piece(1, 2, torch.arange(3)), Piece(2, 1, torch.arange(1))]
+    pieces = [QueryPart(0, 0, torch.arange(5)), QueryPart(1, 2, torch.arange(3)), QueryPart(2, 1, torch.arange(1))]
     groups = [[(p.number, p.task, p.rows.tolist()) for p in group] for group in _grouped(pieces, 4)]
     assert groups == [[(0, 0, [0, 1, 2, 3])], [(0, 0, [4]), (1, 2, [0, 1, 2])], [(2, 1, [0])]]
 
@@ -187,5 +187,5 @@ def test_on_a_gpu_too_a_pair_has_the_same_bits_in_any_company(precision: str, pr
         assert torch.equal(bank.outputs(pixels, t).features, together[t])
     assert all(torch.equal(a[0], b[258]) for a, b in zip(by_bank(bank, pixels[258:259]), together, strict=True))
     rows = torch.tensor([0, 9, 260])
-    (some,) = bank.answers(pixels, [Question(1, rows)])
+    (some,) = bank.query(pixels, [Query(1, rows)])
     assert torch.equal(some.features, together[1][rows.cuda()])

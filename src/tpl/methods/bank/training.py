@@ -28,14 +28,13 @@ from tpl.engine import (
     batches_of_images,
     train,
 )
-from tpl.methods.bank.bank import Bank
-from tpl.methods.bank.models import TaskModel
+from tpl.methods.bank.bank import Bank, TaskModel
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import Technique
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingJob:
     """One more task for one bank: `outputs` head outputs, `own` of them the task's classes.
 
     With `turned_classes`, each of these is there three times more, for images of it that are turned.
@@ -70,7 +69,7 @@ class Lesson:
         network = bank.encoder.fingerprint, bank.config.part(ProtectConfig), bank.technique.name, bank.compute
         return *network, first, len(self.samples), replayed, self.outputs, self.turns, self.recipe.part(Recipe)
 
-    def equals(self, other: Lesson) -> bool:
+    def equals(self, other: TrainingJob) -> bool:
         """Whether both would end with the same weights, number by number, since all that goes in is the same."""
         a, b = self.bank, other.bank
         return (
@@ -84,63 +83,63 @@ class Lesson:
         )
 
 
-def learn_lessons(lessons: Sequence[Lesson]) -> None:
-    """Train every lesson's task; those of one kind in one pass over the trunk, and equal ones only once.
+def run_jobs(jobs: Sequence[TrainingJob]) -> None:
+    """Train every job's task; those of one kind in one pass over the trunk, and equal ones only once.
 
-    Methods that differ in their answers alone, as TPL, MORE and ROW do, have equal lessons.
+    Methods that differ in their answers alone, as TPL, MORE and ROW do, have equal jobs.
     """
-    for _, alike in groupby(sorted(lessons, key=lambda lesson: repr(lesson.kind)), key=lambda lesson: lesson.kind):
-        groups: list[list[Lesson]] = []
-        for lesson in alike:
-            twins = next((group for group in groups if group[0].equals(lesson)), None)
-            groups.append([lesson]) if twins is None else twins.append(lesson)
+    for _, alike in groupby(sorted(jobs, key=lambda job: repr(job.kind)), key=lambda job: job.kind):
+        groups: list[list[TrainingJob]] = []
+        for job in alike:
+            twins = next((group for group in groups if group[0].equals(job)), None)
+            groups.append([job]) if twins is None else twins.append(job)
         firsts = [replace(group[0], listen=_all_of(group)) for group in groups]
-        for together in [firsts] if firsts[0].bank.encoder.pretrained else [[lesson] for lesson in firsts]:
+        for together in [firsts] if firsts[0].bank.encoder.pretrained else [[job] for job in firsts]:
             _learn_side_by_side(together)
         for first, *twins in groups:
             for twin in twins:
                 twin.bank.copy_newest(first.bank)
 
 
-def _all_of(group: list[Lesson]) -> Listener:
+def _all_of(group: list[TrainingJob]) -> Listener:
     def listen(event: Event) -> None:
-        for lesson in group:
-            lesson.listen(event)
+        for job in group:
+            job.listen(event)
 
     return listen
 
 
-def _learn_side_by_side(lessons: list[Lesson]) -> None:
-    recipe = lessons[0].recipe
-    for lesson in lessons:
-        lesson.bank.warn_if_full(lesson.listen)
-    models = [_new_task(lesson) for lesson in lessons]
-    objective = BankObjective([lesson.bank for lesson in lessons], models, recipe.batch_size)
+def _learn_side_by_side(jobs: list[TrainingJob]) -> None:
+    recipe = jobs[0].recipe
+    for job in jobs:
+        job.bank.warn_if_full(job.listen)
+    models = [_new_task(job) for job in jobs]
+    objective = BankObjective([job.bank for job in jobs], models, recipe.batch_size)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
     networks = [
         recipe.batches(
-            lesson.samples,
-            lesson.replay,
-            lesson.generator,
+            job.samples,
+            job.replay,
+            job.generator,
             technique.numbers,
-            lesson.bank.encoder.batch_norms,
-            lesson.turns,
+            job.bank.encoder.batch_norms,
+            job.turns,
         )
-        for lesson, technique in zip(lessons, objective.techniques, strict=True)
+        for job, technique in zip(jobs, objective.techniques, strict=True)
     ]
-    listeners = [lesson.listen for lesson in lessons]
-    train(objective, optimiser, networks, recipe, lessons[0].bank.normalise, listeners)
+    listeners = [job.listen for job in jobs]
+    train(objective, optimiser, networks, recipe, jobs[0].bank.normalise, listeners)
     objective.hand_back()
-    for lesson, model, technique, batches in zip(lessons, models, objective.techniques, networks, strict=True):
-        _settle(lesson.bank, model, batches)
-        lesson.bank.add(model)
-        _finish(lesson, technique)
-        lesson.listen(Event("capacity", lesson.bank.capacity()))
+    for job, model, technique, batches in zip(jobs, models, objective.techniques, networks, strict=True):
+        _settle(job.bank, model, batches)
+        job.bank.add(model)
+        _finish(job, technique)
+        job.listen(Event("capacity", job.bank.capacity()))
 
 
-def _new_task(lesson: Lesson) -> TaskModel:
-    return lesson.bank.new_task(lesson.own, lesson.all_outputs, lesson.generator, lesson.turned_classes)
+def _new_task(job: TrainingJob) -> TaskModel:
+    return job.bank.new_task(job.own, job.all_outputs, job.generator, job.turned_classes)
 
 
 @torch.no_grad()
@@ -152,13 +151,13 @@ def _settle(bank: Bank, model: TaskModel, batches: Batches) -> None:
         model.norms.copy_(bank.encoder.settled(model.norms, weights, images, bank.compute.dtype))
 
 
-def _finish(lesson: Lesson, technique: Technique) -> None:
+def _finish(job: TrainingJob, technique: Technique) -> None:
     """What a technique does to the head once the network is frozen."""
     if type(technique).finish is Technique.finish:
         return
-    bank, number = lesson.bank, len(lesson.bank.tasks) - 1
-    features, model = bank.outputs(lesson.samples.pixels, number).features, bank.tasks[number]
-    head = technique.finish(features, lesson.samples.labels, *model.own_head(), lesson.generator)
+    bank, number = job.bank, len(job.bank.tasks) - 1
+    features, model = bank.outputs(job.samples.pixels, number).features, bank.tasks[number]
+    head = technique.finish(features, job.samples.labels, *model.own_head(), job.generator)
     with torch.no_grad():
         for parameter, trained in zip((model.head_weight, model.head_bias), head, strict=True):
             parameter[: model.own] = trained

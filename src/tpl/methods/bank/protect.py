@@ -1,0 +1,244 @@
+"""Protections: how tasks share one set of adapters and leave each other in peace.
+
+What a task owns under a protection is one flat tensor, here `own`: HAT's embedding, or the scores of a supermask. In
+training, tensors have a first axis of networks trained side by side. To add a protection, write a class here and name
+it in `PROTECTIONS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpl.config import Config, option
+from tpl.errors import TplError
+from tpl.nets import Adapters, AdapterStack, Trainable, Weights, hat
+
+SPREAD = 0.01  # of the first scores: at the rates the adapters are trained with, ranks then change within an epoch
+
+
+@dataclass(frozen=True)
+class ProtectConfig(Config):
+    """The network a task is learned in, and how tasks are kept apart."""
+
+    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
+    protect: str = option(
+        "hat", "hat: weights of used units stand still; supsup: random weights, a supermask each", ("hat", "supsup")
+    )
+    masks: str = option("binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"))
+    s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1)
+    sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0)
+    mask_gradient: str = option(
+        "autograd", "autograd with compensation, as published; analytic: its closed form", ("autograd", "analytic")
+    )
+    supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.supermask > 1:
+            raise TplError(f"supermask is a share of the weights, at most 1; got {self.supermask}.")
+
+
+class Masked(NamedTuple):
+    """Adapters as one task sees them, and the mask that made them so."""
+
+    weights: Weights
+    mask: Tensor
+
+
+class Protection(ABC):
+    """Keeps tasks that share adapters from disturbing each other."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    trains_adapters: ClassVar[bool] = True  # False: they stay as they were made
+
+    def __init__(self, config: ProtectConfig) -> None:
+        self.config = config
+
+    def prepare(self, adapters: Trainable) -> None:  # noqa: B027 (most take them as they are)
+        """Change freshly made adapters, before any task."""
+
+    @abstractmethod
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
+        """What an untrained task owns."""
+
+    @abstractmethod
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
+        """The adapters at this point of the epoch, differentiable."""
+
+    def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
+        """What a task pays for its mask, `[networks]`."""
+        return mask.new_zeros(len(mask))
+
+    def gates(self, weights: Weights, used: Tensor) -> Weights | None:
+        """How far each weight may still move, given what earlier tasks use; None: as it likes."""
+        return None
+
+    def after_backward(self, own: Tensor, progress: Tensor) -> None:  # noqa: B027
+        """Change the gradient of `own`."""
+
+    def after_step(self, own: Tensor) -> None:  # noqa: B027
+        """Change `own` when it has moved."""
+
+    def kept(self, weights: Weights, own: Tensor) -> Tensor:
+        """What is stored of a trained task (one network's)."""
+        return own
+
+    @abstractmethod
+    def finished(self, weights: Weights, kept: Tensor) -> Weights:
+        """The adapters as a finished task sees them."""
+
+    def claim(self, kept: Tensor) -> Tensor | None:
+        """The units that a finished task holds, 1 = wholly; None where nothing needs to be held."""
+        return None
+
+    @property
+    def final(self) -> bool:
+        """Whether a finished task stays exactly as it is, whatever comes later."""
+        return True
+
+    def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
+        """How full the network is: the share of units in use, and of adapter weights that are frozen by that."""
+        return {"units": 0.0, "frozen": 0.0}
+
+
+class Hat(Protection):
+    """A task owns an embedding with one entry a unit; its mask is annealed inside every epoch (Eq. 2)."""
+
+    name = "hat"
+    summary = "weights between units that a finished task uses stand still"
+
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
+        """N(0, 1): half of the units are on."""
+        return torch.randn(adapters.units, generator=generator)
+
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
+        """The adapters under the mask at the scale that belongs to this point of the epoch."""
+        s_max = self.config.s_max
+        scale = hat.scale_at(progress, s_max)
+        if self.config.mask_gradient == "analytic":
+            mask: Tensor = hat.AnalyticMask.apply(own, scale, s_max)  # type: ignore[no-untyped-call]
+        else:
+            mask = hat.soft_mask(own, scale)
+        return Masked(weights.fold(mask), mask)
+
+    def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
+        """HAT's regulariser: the share of free capacity asked for."""
+        return self.config.sparsity * hat.regulariser(mask, used)
+
+    def gates(self, weights: Weights, used: Tensor) -> Weights:
+        """Closed where both units of a weight are in use."""
+        return weights.gates(used)
+
+    def after_backward(self, own: Tensor, progress: Tensor) -> None:
+        """Free the embedding's gradient from the annealed scale."""
+        if self.config.mask_gradient == "autograd" and own.grad is not None:
+            s_max = self.config.s_max
+            own.grad = hat.compensate(own.grad, own.detach(), hat.scale_at(progress, s_max), s_max)
+
+    def after_step(self, own: Tensor) -> None:
+        """Keep the embedding where its sigmoid still has a slope."""
+        with torch.no_grad():
+            own.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
+
+    def finished(self, weights: Weights, kept: Tensor) -> Weights:
+        """The adapters under the task's last mask."""
+        return weights.fold(self.claim(kept))
+
+    def claim(self, kept: Tensor) -> Tensor:
+        """The task's mask."""
+        return hat.task_mask(kept, self.config.s_max, self.config.masks)
+
+    @property
+    def final(self) -> bool:
+        """Binary masks protect to the last bit; soft ones let weights move a little."""
+        return self.config.masks == "binary"
+
+    def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
+        """Units that some task holds, and weights that none can move any more."""
+        if used is None:
+            return super().capacity(adapters, used)
+        return {"units": hat.capacity_used(used), "frozen": hat.frozen_share(adapters.gates(used))}
+
+
+class SupSup(Protection):
+    """A task owns a score for every weight of the adapters; biases stay zero."""
+
+    name = "supsup"
+    summary = "random weights that nobody trains, a supermask of its own for every task"
+    trains_adapters = False
+
+    def prepare(self, adapters: Trainable) -> None:
+        """Signed Kaiming constants, scaled for the share of weights in use: masks alone must do the work."""
+        adapters = _checked(adapters)
+        with torch.no_grad():
+            for weight in (adapters.down_weight, adapters.up_weight):
+                fan_in = weight.shape[-1] * self.config.supermask
+                weight.copy_(torch.where(weight < 0, -1.0, 1.0) * (2 / fan_in) ** 0.5)
+            # The branch is added to a pre-trained network: at first it should say little.
+            adapters.up_weight.mul_(0.1)
+
+    def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
+        """Scores by chance: a random half of the weights."""
+        return SPREAD * torch.randn(2 * _checked(adapters).down_weight.numel(), generator=generator)
+
+    def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
+        """The adapters under the best-scored weights; the gradient passes straight through to the scores."""
+        stack = AdapterStack(*weights)
+        mask = self._open(stack, own)
+        through = mask + (own - own.detach())  # in this order the mask keeps its bits
+        return Masked(_under(stack, through), mask)
+
+    def kept(self, weights: Weights, own: Tensor) -> Tensor:
+        """The supermask, eight weights to a byte."""
+        return _packed(self._open(AdapterStack(*weights), own) > 0)
+
+    def finished(self, weights: Weights, kept: Tensor) -> AdapterStack:
+        """The adapters under the task's supermask."""
+        stack = AdapterStack(*weights)
+        count = 2 * stack.down_weight.numel()
+        return _under(stack, _unpacked(kept)[:count].to(stack.down_weight.dtype))
+
+    def _open(self, weights: AdapterStack, own: Tensor) -> Tensor:
+        """1 for the best-scored share of each adapter's two matrices."""
+        count = weights.down_weight.shape[-3]
+        rows = own.detach().unflatten(-1, (2 * count, -1))
+        closed = min(round(rows.shape[-1] * (1 - self.config.supermask)), rows.shape[-1] - 1)  # one is always open
+        floor = rows.sort(dim=-1).values[..., closed : closed + 1]
+        opened: Tensor = (rows >= floor).to(own.dtype)
+        return opened.flatten(-2)
+
+
+def _checked(adapters: Trainable) -> Adapters:
+    """Supermasks are laid over adapters: a whole network of random weights would have nothing to begin from."""
+    if not isinstance(adapters, Adapters):
+        raise TplError("protect=supsup needs adapters in a pre-trained encoder; this one has none. Use protect=hat.")
+    return adapters
+
+
+def _under(weights: AdapterStack, mask: Tensor) -> AdapterStack:
+    """The weights times a flat mask over both matrices of every adapter, down before up."""
+    down, up = mask.unflatten(-1, (2, -1)).unbind(-2)
+    return weights._replace(
+        down_weight=weights.down_weight * down.reshape(weights.down_weight.shape),
+        up_weight=weights.up_weight * up.reshape(weights.up_weight.shape),
+    )
+
+
+def _packed(bits: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8))
+    places = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (padded.view(-1, 8) * places).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    places = 2 ** torch.arange(8, device=packed.device, dtype=torch.uint8)
+    return ((packed.unsqueeze(1) & places) > 0).flatten()
+
+
+PROTECTIONS: dict[str, type[Protection]] = {p.name: p for p in (Hat, SupSup)}
