@@ -137,7 +137,7 @@ def test_answers_come_in_bounded_pieces(learner: Learner, monkeypatch: pytest.Mo
     whole = learner.log_probabilities(images)
     sizes = []
     real = learner.prepare
-    monkeypatch.setattr("tpl.predictor.CHUNK", 4)
+    monkeypatch.setattr("tpl.learner.CHUNK", 4)
     monkeypatch.setattr(learner, "prepare", lambda part: sizes.append(len(part)) or real(part))
     torch.testing.assert_close(learner.log_probabilities(images), whole, rtol=1e-4, atol=1e-4)
     assert sizes == [4, 4, 2]

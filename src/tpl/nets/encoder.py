@@ -16,16 +16,48 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.layers import Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
 
 from tpl.errors import TplError
-from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack
+from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt, linear
 from tpl.nets.base import Encoder
-from tpl.nets.blocks import adapted_block, layer_norm
 
+NOTHING = (None, None)  # neither adapters nor masks in a block
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
+
+
+def adapted_block(
+    block: Block,
+    x: Tensor,
+    norms: Sequence[Tensor],
+    adapters: Sequence[AdapterStack | None],
+    masks: Sequence[AdapterMasks | None],
+    adapt: Callable[[Tensor, AdapterStack, AdapterMasks | None], Tensor] = adapt,
+) -> Tensor:
+    """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
+    y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
+    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
+    y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
+    return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
+
+
+def is_standard(block: Block) -> bool:
+    """Whether a block's two branches are what their names say, with nothing in between: no norm of queries, no gate."""
+    attention, mlp = block.attn, block.mlp
+    between = (attention, ("q_norm", "k_norm", "norm", "gate")), (mlp, ("norm",))
+    empty = all(isinstance(getattr(of, name, None), nn.Identity | None) for of, names in between for name in names)
+    linear = type(attention) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
+    return linear and empty and attention.qkv.out_features == 3 * attention.qkv.in_features
+
+
+def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
+    """A layer norm with scale and shift `[2, dim]`, or `[networks, 2, dim]` for equal parts of the batch."""
+    if affine.dim() == 2:
+        return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)
+    plain = F.layer_norm(x, x.shape[-1:], None, None, eps).reshape(len(affine), -1, x.shape[-1])
+    return (plain * affine[:, :1] + affine[:, 1:]).reshape(x.shape)
 
 
 class ViTEncoder(Encoder):
@@ -212,3 +244,45 @@ def _check_supported(vit: VisionTransformer, name: str) -> None:
         raise TplError(f"'{name}' has a head of its own kind ({type(vit).__name__}); choose a plain ViT or DeiT.")
     if vit.attn_pool is not None:
         raise TplError(f"'{name}' pools by attention, which no task can adapt; choose a ViT with a class token.")
+
+
+def adapter_inputs(
+    encoder: ViTEncoder, images: Tensor, norms: Tensor, adapters: AdapterStack, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Inputs of all adapters' layers, each image's mean over its tokens: `[n, count, dim]`, `[n, count, latent]`.
+
+    For methods that protect weights by what they act on: the encoder's own pass, for one network without masks.
+    """
+    vit = encoder.trunk(dtype)
+    affines, layers = norms.to(dtype).unbind(0), adapters.to(dtype).layers()
+    outer, inner = [], []
+
+    def noted(y: Tensor, adapter: AdapterStack, mask: AdapterMasks | None) -> Tensor:
+        hidden = F.relu(linear(y, adapter.down_weight, adapter.down_bias))
+        outer.append(y.float().mean(dim=1))
+        inner.append(hidden.float().mean(dim=1))
+        return y + linear(hidden, adapter.up_weight, adapter.up_bias)
+
+    x = encoder.tokens(images, dtype)
+    for i, block in enumerate(vit.blocks):
+        own = slice(2 * i, 2 * i + 2)
+        x = adapted_block(block, x, affines[own], layers[own], NOTHING, noted)
+    return torch.stack(outer, dim=1), torch.stack(inner, dim=1)
+
+
+def prompted(
+    encoder: ViTEncoder, images: Tensor, norms: Tensor, prompts: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Features `[n, dim]`, float32, read off the prompts: the mean of what became of them.
+
+    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `new_norms`. Prompts carry no position: a
+    trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
+    """
+    vit = encoder.trunk(dtype)
+    affines = norms.to(dtype).unbind(0)
+    x = torch.cat([prompts.to(dtype), encoder.tokens(images, dtype)], dim=1)
+    for i, block in enumerate(vit.blocks):
+        x = encoder.through(block, x, affines[2 * i : 2 * i + 2], NOTHING, NOTHING)
+    z = encoder.vit.norm(x[:, : prompts.shape[1]].float())
+    features: Tensor = encoder.vit.fc_norm(z.mean(dim=1))
+    return features

@@ -16,8 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from tpl.nets.adapters import AdapterStack
-from tpl.nets.blocks import is_standard
-from tpl.nets.encoder import ViTEncoder
+from tpl.nets.encoder import ViTEncoder, is_standard
 
 
 class Transposed(NamedTuple):
