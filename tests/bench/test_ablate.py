@@ -110,7 +110,7 @@ def test_the_second_time_neither_images_nor_encoder_are_asked(
     def never(*_: object) -> None:
         raise AssertionError("the encoder was asked")
 
-    for name in ("outputs", "answers"):
+    for name in ("outputs", "query"):
         monkeypatch.setattr(Bank, name, never)
     away = data.rename(data.with_name("away"))
     try:

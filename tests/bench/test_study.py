@@ -47,7 +47,7 @@ def test_numbers_of_msp_are_those_of_the_run_itself(place: Path) -> None:
 
 def test_what_is_finished_is_not_trained_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (place / "none" / "natural" / "results.json").stat().st_mtime_ns
-    monkeypatch.setattr("tpl.methods.bank.lessons.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("tpl.methods.bank.training.train", lambda *_: pytest.fail("trained again"))
     again = study(SPEC, ["natural"], place, ["msp", "mds"])
     assert [row["detector"] for row in again["rows"]] == ["msp", "mds"]
     assert (place / "none" / "natural" / "results.json").stat().st_mtime_ns == before
