@@ -51,7 +51,7 @@ def main() -> None:
             ways: dict[str, Callable[[], Any]] = {
                 "naive": lambda pixels=pixels: naive(pixels),
                 "batched": lambda pixels=pixels: method.outputs(pixels),
-                "some": lambda pixels=pixels, asked=asked: method.answers(pixels, asked),
+                "some": lambda pixels=pixels, asked=asked: method.query(pixels, asked),
             }
             rows.append({"tasks": tasks, "batch": batch} | measured(ways, batch, options.seconds, options.repeats))
             print(json.dumps(rows[-1]), flush=True)

@@ -1,6 +1,6 @@
 """Which part of TPL's score tells unknown images best? Behind `LikelihoodRatio.in_distribution_score`.
 
-python recipes/compare_knownness.py > results/choices/in_distribution_score.json     # about a minute on two cores
+python recipes/compare_knownness.py > results/choices/knownness.json     # about a minute on two cores
 
 The first three tasks of the digits are learned; half of their held-out images set the conformal thresholds, the other
 half are the known ones. Unknown are digits of the other classes, noise, and single colours.
@@ -61,7 +61,7 @@ def main() -> None:
 
         thresholds = [ask(pixels[::2])[t].sort().values for t, pixels in enumerate(held[:3])]
         known = unknown_scores(ask(torch.cat([pixels[1::2] for pixels in held[:3]])), thresholds).numpy()
-        row: dict[str, object] = {"in_distribution_score": name, "known rejected": float((known >= 1 - SHARE).mean())}
+        row: dict[str, object] = {"knownness": name, "known rejected": float((known >= 1 - SHARE).mean())}
         for kind, pixels in unknown.items():
             strange = unknown_scores(ask(pixels), thresholds).numpy()
             row[kind] = {"auroc": auroc(strange, known), "rejected": float((strange >= 1 - SHARE).mean())}

@@ -226,7 +226,7 @@ class TPLPlus(TPL):
         return [self.score_of(t, each, contrast[seen.asked[:, t]]) for t, each in enumerate(seen.outputs)]
 
     def _fused(self, seen: Seen, asked: Tensor, scores: Tensor, says: Tensor) -> Tensor:
-        """log P(class | image) of bank and expert; classes of tasks that were not asked are out of query."""
+        """log P(class | image) of bank and expert; classes of tasks that were not asked cannot win."""
         a, w = self.exponents
         if self.config.passes == NOBODY:
             return says

@@ -197,7 +197,7 @@ class TPL(BankMethod):
         return within + self.task_log_probabilities(scores)[:, owner]
 
     def task_log_probabilities(self, scores: Tensor) -> Tensor:
-        """log P(task | image) from task scores `[n, tasks]`; a task with score -inf is not in query."""
+        """log P(task | image) from task scores `[n, tasks]`; a task with score -inf has probability 0."""
         if self.calibration_ is not None:
             scores = scores * self.calibration_[0] + self.calibration_[1]
         answer: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11

@@ -4,7 +4,7 @@
 
 A task's model knows its training images too well, and the bank is as sure of a wrong answer as of a right one if it had
 few images or little time. So a and w are those with the largest likelihood on held-out images. Of these nothing is kept
-but their likelihood at every a and w in query; it is added up over tasks, each of which is asked about its own
+but their likelihood at every a and w that is tried; it is added up over tasks, each of which is asked about its own
 images when it is learned. A few images say little, so there is a prior for what is usual.
 """
 
