@@ -18,7 +18,6 @@ from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
-from tpl.methods.base import SCORES
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 
@@ -157,7 +156,7 @@ class _Measure:
             if key not in self.known:
                 self.known[key] = self._scores()
             scores, auroc = self.known[key]
-            told = method.decide(outputs.seen, {SCORES}, scores)
+            told = method.decide(outputs.seen, scores=scores)
         assert told.passes is not None
         found, passes = outputs.accuracies(told.log_p), float(told.passes.double().mean())
         return {"last": found.last, "tp": found.tp, "auroc": auroc if passes else None, "passes": passes}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpl.bench import metrics
 from tpl.methods import Method
-from tpl.methods.base import KEEP, SCORES, task_of_class
+from tpl.methods.base import KEEP, task_of_class
 from tpl.stream import ImageSet, Stream, fingerprint
 
 PROBE = 64  # test images of a task that its features' drift is measured on
@@ -54,8 +54,8 @@ class Evaluator:
             self.pixels.append(self._prepare(images) if twin is None else twin.pixels[len(self.pixels)])
         before = self.seen if twin is None else twin.seen
         pairs = itertools.zip_longest(self.pixels, before)
-        self.seen = [self.method.forward(pixels, {SCORES, KEEP}, earlier) for pixels, earlier in pairs]
-        told = self.method.decide(self.seen, {SCORES})
+        self.seen = [self.method.forward(pixels, {KEEP}, earlier) for pixels, earlier in pairs]
+        told = self.method.decide(self.seen)
         table, scores = told.log_p, told.scores
         passes = None if told.passes is None else float(told.passes.double().mean())
         labels = torch.cat([self._labels(i) for i in range(len(self.pixels))])

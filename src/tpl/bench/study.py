@@ -24,7 +24,6 @@ from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
-from tpl.methods.base import SCORES
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
 from tpl.store import replace_text
@@ -96,12 +95,12 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
 
 
 def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
-    told = method.decide(outputs.seen, {SCORES})
+    told = method.decide(outputs.seen)
     assert told.scores is not None
     hard = outputs.accuracies(told.log_p)
     auroc = metrics.detection(told.scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
     method.rescore(choice="calibrated")
-    calibrated = outputs.accuracies(method.decide(outputs.seen, (), told.scores).log_p)
+    calibrated = outputs.accuracies(method.decide(outputs.seen, scores=told.scores).log_p)
     method.rescore(choice="hard")
     return {"last": hard.last, "auroc": auroc, "til": hard.til, "last_calibrated": calibrated.last}
 

@@ -35,7 +35,7 @@ WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as 
 
 
 # What can be wanted of an answer beside the probabilities; KEEP: that `forward` sees all that a later stage may need.
-SCORES, UNKNOWN, KEEP = "scores", "unknown", "keep"
+UNKNOWN, KEEP = "unknown", "keep"
 
 
 @dataclass(frozen=True)

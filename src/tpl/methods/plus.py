@@ -109,7 +109,7 @@ class TPLPlus(TPL):
         """Take note of images that neither the bank nor the expert was trained on, and of their classes."""
         if len(numbers) and len(self.classes_) > 1:
             common = self.common_features(pixels) if common is None else common
-            bank = super().log_probabilities_of(self._outputs_beside(common, pixels), common=common)
+            bank = self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
             self.balance_ = self.balance_.noted(bank, self.expert_says(common), numbers)
 
     @property
@@ -231,7 +231,7 @@ class TPLPlus(TPL):
         if self.config.passes == NOBODY:
             return says
         if self.config.passes == ALL:
-            bank = TPL.log_probabilities_of(self, seen.outputs, scores, seen.common)
+            bank = self.log_probabilities_of(seen.outputs, scores, seen.common)
             return (a * bank + w * says).log_softmax(dim=1)
         owner = task_of_class(self.task_classes_).to(scores.device)
         if seen.asked is None:
@@ -242,17 +242,6 @@ class TPLPlus(TPL):
                 within[asked[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
         bank = a * (within + self.task_log_probabilities(scores.masked_fill(~asked, -torch.inf))[:, owner])
         return (bank.masked_fill(~asked[:, owner], NEVER) + w * says).log_softmax(dim=1)
-
-    def log_probabilities_of(
-        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
-    ) -> Tensor:
-        """The bank's answer times the expert's; without the encoder's own features, the bank's alone."""
-        if common is None:
-            return super().log_probabilities_of(outputs, scores)
-        says = self.expert_says(common)
-        asked = self.tasks_to_ask(says)
-        scores = self.task_scores(outputs, common) if scores is None else scores
-        return self._fused(Seen(outputs, common), asked, scores, says)
 
     def tasks_to_ask(self, says: Tensor) -> Tensor:
         """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes.
