@@ -59,7 +59,8 @@ def feature_panel(axes: Axes, task: int) -> None:
     axes.scatter(*others.T, s=13, marker="x", linewidths=1, color="#94a3b8")
     for c, alpha in ((0, 0.95), (1, 0.5)):
         axes.scatter(*own[classes == c].T, s=11, color=COLOURS[task], alpha=alpha, linewidths=0)
-        axes.annotate(TASKS[task][1 + c], own[classes == c].mean(0) + [0, 0.83], ha="center", color=COLOURS[task])
+        x, y = own[classes == c].mean(0)
+        axes.annotate(TASKS[task][1 + c], (x, y + 0.83), ha="center", color=COLOURS[task])
     axes.scatter(*new, s=150, marker="*", color=INK, zorder=5, linewidths=0)
     axes.set(xlim=(-3.0, 3.0), ylim=(-2.2, 2.35), xticks=[], yticks=[])
     for spine in axes.spines.values():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,20 +92,58 @@ def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     assert done.returncode == 1 and "gone.md" in done.stderr and "README.md'" not in done.stderr
 
 
-def test_the_method_of_the_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of docs/add-a-method.md, run as a module of its own."""
-    guide = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+def method_of_guide(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the first Python code of a page as a module; the method in it is known until the test ends."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     load_methods()
-    monkeypatch.setattr("tpl.methods.base.METHODS", METHODS.copy())  # it is gone again after this test
-    module = types.ModuleType("smooth")
-    monkeypatch.setitem(sys.modules, "smooth", module)
-    exec(compile(found[1], "smooth.py", "exec"), module.__dict__)
-    options = {"epochs": 2, "batch_size": 8, "latent": 8, "lr": 0.05, "memory": 8}
-    learner = Learner("smooth-replay", device="cpu", smoothing=0.2, **options)
+    monkeypatch.setattr("tpl.methods.base.METHODS", METHODS.copy())
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(found[1], f"{name}.py", "exec"), module.__dict__)
+
+
+def taught_on_digits(method: str, **options: Any) -> Learner:
+    """Two tasks of two digits each."""
+    learner = Learner(method, device="cpu", epochs=2, batch_size=8, latent=8, lr=0.05, memory=8, **options)
     for first in (0, 2):
         learner.method.learn(Task(f"from {first}", (str(first), str(first + 1)), digits([first, first + 1], 8)))
+    return learner
+
+
+DIGITS = [c for c in range(4) for _ in range(4)]
+
+
+def test_the_method_of_the_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    method_of_guide("add-a-method.md", "smooth", monkeypatch)
+    learner = taught_on_digits("smooth-replay", smoothing=0.2)
     probabilities = learner.predict_proba(digits(range(4), 4, start=30))
-    right = probabilities.argmax(axis=1) == [c for c in range(4) for _ in range(4)]
-    assert right.mean() > 0.5 and probabilities.max() < 0.999  # never quite sure
+    assert (probabilities.argmax(axis=1) == DIGITS).mean() > 0.5 and probabilities.max() < 0.999  # never quite sure
+
+
+def test_the_family_member_of_the_guide_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    method_of_guide("add-to-the-family.md", "cosine", monkeypatch)
+    learner = taught_on_digits("cosine")
+    images = digits(range(4), 4, start=30)
+    probabilities = learner.predict_proba(images)
+    assert (probabilities.argmax(axis=1) == DIGITS).mean() > 0.5
+    learner.save(tmp_path / "model")
+    assert (Learner.load(tmp_path / "model", device="cpu").predict_proba(images) == probabilities).all()
+
+
+def test_code_quoted_by_how_tpl_works_is_the_code() -> None:
+    """Every quoted block stands in the file that is named above it, line by line."""
+    text = (ROOT / "docs" / "how-tpl-works.md").read_text(encoding="utf-8")
+    quoted = re.findall(r'```python title="(.*?)"\n(.*?)```', text, re.DOTALL)
+    assert len(quoted) >= 3
+    for file, block in quoted:
+        source = [line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        starts = [i for i, line in enumerate(source) if line == lines[0]]
+        assert any(source[i : i + len(lines)] == lines for i in starts), (file, block)
+
+
+def test_the_figure_of_how_tpl_works_is_drawn_by_its_script(tmp_path: Path) -> None:
+    file = tmp_path / "figure.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "draw_overview.py", file], check=True, timeout=120)
+    assert "Task 3" in file.read_text(encoding="utf-8") and file.stat().st_size < 200_000
