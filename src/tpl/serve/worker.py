@@ -69,8 +69,7 @@ def carry_out(order: Order, tell: Any) -> None:
     from tpl.learner import Learner
     from tpl.schedule import epochs_for
     from tpl.serve.limits import Limits, check_images
-    from tpl.stream import Task
-    from tpl.stream.inputs import labelled_images, readable
+    from tpl.stream import Task, labelled_images, readable
 
     tell(progress=0.0, message="starting")
     archive = Path(order.archive)
