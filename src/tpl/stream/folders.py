@@ -8,13 +8,14 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
-from tpl.stream.decoding import SUFFIXES, decode
+from tpl.stream.decoding import SUFFIXES, decode, to_rgb
 from tpl.stream.images import ImageSet, Labels, as_labels, in_range
 
 TEST_NAMES = ("test", "val")
@@ -97,6 +98,43 @@ class FileImages(ImageSet):
         if isinstance(entry, ZipMember):
             return entry.archive.checksum(entry.member)
         return f"{entry.parent.name}/{entry.name} {entry.stat().st_size}".encode()
+
+
+class MixedImages(ImageSet):
+    """Images as a program holds them: paths, Pillow images or uint8 arrays, all of unknown class (label -1)."""
+
+    def __init__(self, images: Sequence[Any]) -> None:
+        self._images = images
+        self._labels = as_labels([-1] * len(images), len(images), "images")
+
+    @property
+    def labels(self) -> Labels:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def load(self, index: int) -> Image.Image:
+        image = self._images[index]
+        if isinstance(image, (str, Path)):
+            return decode(read_bytes(Path(image)), str(image))
+        if isinstance(image, Image.Image):
+            return to_rgb(image)
+        array = np.asarray(image)
+        try:
+            return to_rgb(Image.fromarray(array))
+        except (TypeError, ValueError) as error:
+            raise UnreadableImage(
+                f"{self.name(index)} is no picture ({array.dtype} of shape {list(array.shape)}); "
+                "give a path, a Pillow image, or a uint8 array of shape [h, w], [h, w, 3] or [h, w, 4]."
+            ) from error
+
+    def name(self, index: int) -> str:
+        image = self._images[index]
+        return str(image) if isinstance(image, (str, Path)) else f"image {index}"
+
+    def identity(self, index: int) -> bytes:
+        return self.load(index).tobytes()
 
 
 def read_bytes(entry: Entry) -> bytes:

@@ -18,6 +18,7 @@ from tpl.stream.folders import FileImages, Source, Tree, image_folder, is_image_
 from tpl.stream.images import ImageSet, WrappedImages, in_range, relabelled
 from tpl.stream.preprocess import Shrink, in_chunks, try_load
 from tpl.stream.sources import load_source
+from tpl.stream.task import class_counts
 
 # What the first line of a CSV may call its columns.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path")
@@ -40,8 +41,7 @@ class Labelled:
     @property
     def counts(self) -> dict[str, int]:
         """Images of each class."""
-        number = np.bincount(self.images.labels, minlength=len(self.class_names)).tolist()
-        return dict(zip(self.class_names, number, strict=True))
+        return dict(zip(self.class_names, class_counts(self.images, len(self.class_names)), strict=True))
 
     def only(self, names: Sequence[str]) -> Labelled:
         """The images of these classes, in the classes' own order."""

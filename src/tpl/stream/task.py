@@ -11,9 +11,10 @@ from typing import overload
 
 import numpy as np
 
-from tpl.errors import DataError
+from tpl.errors import DataError, TplError
 from tpl.stream.images import GuardedImages, ImageSet, TrainingAccess, concatenate, relabelled
 
+ENOUGH_TO_HOLD_OUT = 5  # images of a class; one with fewer needs them all for training
 _ORDER_FORMS = '"natural", "random:SEED" or "FILE.json:ID"'
 
 
@@ -89,7 +90,13 @@ class Stream:
             raise DataError(f"the validation fraction must lie between 0 and 1, not be {fraction}.")
         if seed < 0:
             raise DataError(f"the validation seed must be 0 or more, not {seed}.")
-        return Stream([_hold_out(task, fraction, seed) for task in self._tasks])
+        parts = [hold_out(task, fraction, [seed], smallest=2) for task in self._tasks]
+        return Stream(
+            [
+                replace(task, train=train, test=held if len(held) else None)
+                for task, (train, held) in zip(self._tasks, parts, strict=True)
+            ]
+        )
 
     def once(self) -> Iterator[Task]:
         """The tasks one by one; taking the next closes the training set of the one before for good.
@@ -157,16 +164,30 @@ def _sizes(per_task: int | Sequence[int], count: int) -> list[int]:
     return sizes
 
 
-def _hold_out(task: Task, fraction: float, seed: int) -> Task:
+def hold_out(
+    task: Task, share: float, seed: Sequence[int], smallest: int = ENOUGH_TO_HOLD_OUT
+) -> tuple[ImageSet, ImageSet]:
+    """The training images of a task without a share of every class, and that share.
+
+    Classes with fewer than `smallest` images are not split. Which images are held out depends on the seed, the class's
+    name and its own images only.
+    """
+    if not 0 <= share < 1:
+        raise TplError(f"The share to hold out must be at least 0 and below 1; got {share}.")
     labels = task.train.labels
     held = np.zeros(len(labels), dtype=bool)
     for label, name in enumerate(task.classes):
         members = np.flatnonzero(labels == label)
-        take = min(max(round(fraction * len(members)), 1), len(members) - 1)
-        if take > 0:
-            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if share > 0 and len(members) >= smallest:
+            rng = np.random.default_rng([*seed, zlib.crc32(name.encode())])
+            take = min(max(round(share * len(members)), 1), len(members) - 1)
             held[rng.choice(members, size=take, replace=False)] = True
-    return replace(task, train=task.train.select(~held), test=task.train.select(held) if held.any() else None)
+    return task.train.select(~held), task.train.select(held)
+
+
+def class_counts(images: ImageSet, classes: int) -> tuple[int, ...]:
+    """How many images each of `classes` classes has."""
+    return tuple(np.bincount(images.labels, minlength=classes).tolist())
 
 
 def _refuse_repeats(names: Sequence[str], where: str) -> None:
