@@ -94,7 +94,7 @@ def test_the_record_tells_how_a_task_was_learned(learner: Learner) -> None:
 
 def test_accuracy_and_confusions_are_those_of_the_held_out_images(stream: Stream) -> None:
     """Against a count by hand: the held-out images are those of the split."""
-    from tpl.intake import hold_out
+    from tpl.stream import hold_out
 
     learner = new_learner(lr=1e-6).learn(stream[0], held_out=0.5)  # hardly trained: it errs
     _, held = hold_out(stream[0], 0.5, [0])

@@ -16,7 +16,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import ArrayImages, Learner, Task, TplError
 from tpl.methods.tpl import TPL
-from tpl.state import State
+from tpl.store import State
 
 OPTIONS: dict[str, Any] = {"epochs": 4, "latent": 8, "batch_size": 16, "memory": 20, "lr": 0.05}
 TASKS = (("zero", "one"), ("two", "three"), ("four",))

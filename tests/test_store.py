@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tpl import store as store_module
+from tpl.files import replace_atomically
 from tpl.methods.base import State
-from tpl.store import SCHEMA, ModelStore, StoreError, replace_text
+from tpl.store import SCHEMA, ModelStore, StoreError
 
 Commit = tuple[dict[str, Any], State, dict[str, Tensor]]
 
@@ -157,7 +158,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
     elif stage == "fsync":
         monkeypatch.setattr(os, "fsync", fail)
     elif stage == "open":
-        monkeypatch.setattr(store_module, "replace_text", fail)
+        monkeypatch.setattr(store_module, "replace_atomically", fail)
     else:
         monkeypatch.setattr(Path, stage, fail)
 
@@ -295,7 +296,7 @@ def test_a_damaged_task_is_mended_by_the_next_commit(store: ModelStore) -> None:
 def test_a_newer_schema_is_refused_and_not_overwritten(store: ModelStore) -> None:
     store.commit(*model(1))
     newer = json.loads(store.header_file.read_text(encoding="utf-8")) | {"schema": SCHEMA + 1}
-    replace_text(store.header_file, json.dumps(newer))
+    replace_atomically(store.header_file, json.dumps(newer))
     for act in (store.read, lambda: store.commit(*model(2))):
         with pytest.raises(StoreError, match=rf"schema {SCHEMA + 1}.*Update"):
             act()
@@ -393,7 +394,7 @@ def test_a_header_that_lists_no_checksum_is_damaged(store: ModelStore) -> None:
     store.commit(*model(1))
     header = store.header()
     del header["files"]["tasks/000/shared.safetensors"]
-    replace_text(store.header_file, json.dumps(header))
+    replace_atomically(store.header_file, json.dumps(header))
     with pytest.raises(StoreError, match=r"model\.json is damaged"):
         store.read()
 
@@ -401,7 +402,7 @@ def test_a_header_that_lists_no_checksum_is_damaged(store: ModelStore) -> None:
 def test_a_directory_of_schema_1_is_read_and_brought_up_to_date(store: ModelStore) -> None:
     store.commit(*model(2))
     early = {k: v for k, v in store.header().items() if k != "files"} | {"schema": 1}
-    replace_text(store.header_file, json.dumps(early))
+    replace_atomically(store.header_file, json.dumps(early))
     check(store, model(2))
     store.commit(*model(3))
     check(store, model(3))

@@ -1,4 +1,4 @@
-"""The learner: what a program writes against. Learn tasks, predict classes, save, load.
+"""The learner: the public class of the package. Learn tasks, predict classes, save, load.
 
 from tpl import Learner
 
@@ -12,7 +12,7 @@ Learner.load("model")
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -22,25 +22,27 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from tpl._version import __version__
 from tpl.answers import Answer, TaskEntry, TaskRecord
 from tpl.engine import Event, Listener, Samples, choose_compute, silent
 from tpl.errors import TplError
-from tpl.intake import Images, as_image_set, as_task, hold_out, per_class
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, StoreError
-from tpl.stream import ImageSet, Task
-from tpl.stream.images import relabelled
+from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
-HELD_OUT = 0.1
+HELD_OUT = 0.1  # share of every class that is not trained on
+
+Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
+Given = Task | Path | str | Images
 
 
 class Learner:
@@ -64,10 +66,10 @@ class Learner:
         config = found.config_class.parse(options)
         compute = choose_compute(device, precision, compile)
         self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
-        self._entries: list[TaskEntry] = []  # what is noted of each task
+        self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
 
-    # What it knows
+    # What was learned
 
     @property
     def classes_(self) -> list[str]:
@@ -77,19 +79,19 @@ class Learner:
     @property
     def tasks_(self) -> list[TaskRecord]:
         """How each task was learned, in the order of arrival."""
-        return [entry.record for entry in self._noted()]
+        return [entry.record for entry in self._task_entries()]
 
     def held_out_confusions(self) -> list[tuple[str, str, int]]:
-        """The newest task's held-out images that got a wrong name: true, predicted, how often; most frequent first."""
-        entries = self._noted()
+        """Errors on the newest task's held-out images: true class, predicted class, count; most frequent first."""
+        entries = self._task_entries()
         return list(entries[-1].confusions) if entries else []
 
     def capacity(self) -> dict[str, float] | None:
-        """How full the network is: shares of units in use and of adapter weights frozen; None if it cannot fill up."""
+        """How full the network is: shares of units in use and of adapter weights frozen; None if it has no limit."""
         return self.method.capacity()
 
-    def _noted(self) -> list[TaskEntry]:
-        """One entry a task. A method that was taught without the learner has classes alone."""
+    def _task_entries(self) -> list[TaskEntry]:
+        """One entry per task. A method that was trained without the learner has classes alone."""
         known = {entry.classes: entry for entry in self._entries}
         tasks = self.method.task_classes_
         return [known.get(classes, TaskEntry(f"task {t}", classes)) for t, classes in enumerate(tasks, start=1)]
@@ -97,11 +99,11 @@ class Learner:
     # Answers
 
     def log_probabilities(self, images: Images) -> Tensor:
-        """log P(class | image), one row an image, one column a class learned."""
+        """log P(class | image), one row per image, columns as in `classes_`."""
         return self._chunked(images, lambda pixels: self.method.answer(pixels).log_p)
 
     def predict_proba(self, images: Images) -> NDArray[np.float64]:
-        """P(class | image), one row an image, columns as in `classes_`."""
+        """P(class | image), one row per image, columns as in `classes_`."""
         probabilities: NDArray[np.float64] = self.log_probabilities(images).exp().numpy()
         return probabilities
 
@@ -111,7 +113,7 @@ class Learner:
         return [self.classes_[i] for i in best.tolist()]
 
     def task_proba(self, images: Images) -> NDArray[np.float64]:
-        """P(task | image), one row an image, columns as in `tasks_`."""
+        """P(task | image), one row per image, columns as in `tasks_`."""
         of_class = self.log_probabilities(images).exp()
         owner = task_of_class(self.method.task_classes_)
         of_task = torch.zeros(len(of_class), len(self.method.task_classes_), dtype=of_class.dtype)
@@ -119,10 +121,10 @@ class Learner:
         return probabilities
 
     def unknown_score(self, images: Images) -> NDArray[np.float64]:
-        """How little every image looks like any class learned, between 0 and 1.
+        """How unlikely every image is to show any class learned, between 0 and 1.
 
-        Of images of known classes, at most a share `a` reach 1 - a: reject those from 0.95 on, and one in twenty known
-        images is lost at most. `rejection_floor` says how small a share can be.
+        Of images of known classes, at most a share `a` reach 1 - a: to reject from 0.95 on loses at most one in twenty
+        of them. `rejection_floor` says how small the share can be.
         """
         scores: NDArray[np.float64] = self._chunked(images, self._unknown).numpy()
         return scores
@@ -136,45 +138,45 @@ class Learner:
         return found
 
     def rejection_floor(self) -> float:
-        """The smallest share of known images at which unknown ones can be told at all; 1 if never.
+        """The smallest share of known images that must be rejected to reject unknown ones; 1 if that is not possible.
 
-        It takes 1 / share - 1 held-out images in every task: 19 for 5 %.
+        A share needs 1 / share - 1 held-out images in every task: 19 for 5 %.
         """
         self._refuse_empty()
         return self.method.rejection_floor()
 
     def answers(self, images: Images, top: int = 5) -> list[Answer]:
-        """All there is to say of every image."""
-        given = as_image_set(images)
-        return [answer for pixels in self._pixels(given) for answer in self.answers_of(pixels, top)]
+        """Every image's class with its probability, task, unknown score and the `top` most probable classes."""
+        return [answer for pixels in self._pixels(images) for answer in self.answers_of(pixels, top)]
 
     def answers_of(self, pixels: Tensor, top: int = 5) -> list[Answer]:
-        """`answers` of images that `prepare` has made ready, uint8 `[n, 3, size, size]`."""
+        """`answers` for pixels that `prepare` returned, uint8 `[n, 3, size, size]`."""
         self._refuse_empty()
-        told = self.method.answer(pixels, {UNKNOWN})
-        count, names = len(told.log_p), self.classes_
-        unknown = [0.0] * count if told.unknown is None else told.unknown.tolist()
-        passes = [None] * count if told.passes is None else told.passes.tolist()
-        tasks = [entry.name for entry in self._noted() for _ in entry.classes]
-        best = told.log_p.exp().cpu().topk(min(max(top, 1), len(names)), dim=1)
+        found = self.method.answer(pixels, {UNKNOWN})
+        count, names = len(found.log_p), self.classes_
+        unknown = [0.0] * count if found.unknown is None else found.unknown.tolist()
+        passes = [None] * count if found.passes is None else found.passes.tolist()
+        tasks = [entry.name for entry in self._task_entries() for _ in entry.classes]
+        best = found.log_p.exp().cpu().topk(min(max(top, 1), len(names)), dim=1)
         rows = zip(best.indices.tolist(), best.values.tolist(), unknown, passes, strict=True)
         return [
-            Answer(names[i[0]], p[0], tasks[i[0]], u, tuple((names[j], q) for j, q in zip(i, p, strict=True)), asked)
-            for i, p, u, asked in rows
+            Answer(names[i[0]], p[0], tasks[i[0]], u, tuple((names[j], q) for j, q in zip(i, p, strict=True)), n)
+            for i, p, u, n in rows
         ]
 
     def prepare(self, images: Images) -> Tensor:
         """Images as the encoder takes them: uint8 `[n, 3, size, size]`."""
-        return self.method.preprocess.batch(as_image_set(images))
+        return self.method.preprocess.batch(_as_image_set(images))
 
-    def _pixels(self, images: ImageSet) -> Iterator[Tensor]:
-        """Images made ready, a bounded number at a time; no images are one empty batch."""
-        for start in range(0, max(len(images), 1), CHUNK):
-            yield self.prepare(images.select(np.arange(start, min(start + CHUNK, len(images)))))
+    def _pixels(self, images: Images) -> Iterator[Tensor]:
+        """Images as the encoder takes them, a bounded number at a time; no images are one empty batch."""
+        given = _as_image_set(images)
+        for start in range(0, max(len(given), 1), CHUNK):
+            yield self.prepare(given.select(np.arange(start, min(start + CHUNK, len(given)))))
 
-    def _chunked(self, images: Images, ask: Callable[[Tensor], Tensor]) -> Tensor:
+    def _chunked(self, images: Images, compute: Callable[[Tensor], Tensor]) -> Tensor:
         self._refuse_empty()
-        return torch.cat([ask(pixels).cpu() for pixels in self._pixels(as_image_set(images))])
+        return torch.cat([compute(pixels).cpu() for pixels in self._pixels(images)])
 
     def _refuse_empty(self) -> None:
         if not self.classes_:
@@ -184,7 +186,7 @@ class Learner:
 
     def learn(
         self,
-        images: Task | Path | str | Images,
+        images: Given,
         labels: Sequence[str] | None = None,
         *,
         name: str | None = None,
@@ -195,10 +197,10 @@ class Learner:
         """Learn one more task; its classes must be new.
 
         `images` is a Task, the path of class folders or of a zip of them, or a list of images with a class name each
-        in `labels`. A share `held_out` of every class with at least five images is not trained on: it tells how
-        accurate the model is, and what an unknown image looks like.
+        in `labels`. A share `held_out` of every class with at least five images is not trained on: it measures the
+        accuracy, and calibrates the unknown score.
         """
-        task = self._given(images, labels, name)
+        task = self._as_task(images, labels, name)
         self._refuse_known(task)
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
         learn_side_by_side([self], [task], [held_out], [listen], source)
@@ -206,48 +208,55 @@ class Learner:
         listen(Event("learned", {"task": task.name, "accuracy": record.accuracy, "held_out": record.held_out}))
         return self
 
-    def _note(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
-        """Note how the newest task was learned, and how well its held-out images are told apart."""
+    def _record(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
+        """Note how the newest task was learned, and the errors on its held-out images."""
         entry = TaskEntry(
             task.name,
             task.classes,
-            per_class(train, task.classes),
-            per_class(rest, task.classes),
+            class_counts(train, len(task.classes)),
+            class_counts(rest, len(task.classes)),
             learned=datetime.now().astimezone().isoformat(timespec="seconds"),
             source=source,
         )
-        others = [] if self.method.cumulative else self._noted()[:-1]
+        others = [] if self.method.cumulative else self._task_entries()[:-1]
         self._entries = [*others, entry]
-        if len(held):
-            self._entries[-1] = self._judged(entry, held)
+        if not len(held):
+            return
+        names = self.classes_
+        truth = (held.labels.cpu() + len(names) - len(entry.classes)).tolist()
+        guess = self.method.answer(held.pixels).log_p.argmax(dim=1).tolist()
+        wrong = Counter((names[t], names[g]) for t, g in zip(truth, guess, strict=True) if t != g)
+        confusions = tuple((t, g, n) for (t, g), n in wrong.most_common())
+        accuracy = (len(truth) - wrong.total()) / len(truth)
+        self._entries[-1] = replace(entry, accuracy=accuracy, confusions=confusions)
 
     def update(
         self,
-        images: Task | Path | str | Images,
+        images: Given,
         labels: Sequence[str] | None = None,
         listen: Listener = silent,
         *,
         held_out: float = HELD_OUT,
     ) -> Self:
-        """Take up more images of classes that are known already.
+        """Add images of classes that are known already.
 
         The classes' statistics and exemplars are refreshed; nothing is trained, and other tasks stay as they are.
         """
-        task = self._given(images, labels, "update")
+        task = self._as_task(images, labels, "update")
         new = [c for c in task.classes if c not in self.classes_]
         if new:
             raise TplError(
                 f"Not known yet: {', '.join(new)}. Only images of known classes update a model; learn new classes "
                 "as a task of their own."
             )
-        counts = per_class(task.train, task.classes)
-        task = _only(task, [c for c, n in zip(task.classes, counts, strict=True) if n])
-        entries = self._noted()
+        task = _without_empty_classes(task)
+        entries = self._task_entries()
         seen = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another choice at each update
         train, rest = hold_out(task, held_out, [self.method.seed, seen])
         held = self.method.samples_of(rest, silent)
         self.method.update(replace(task, train=train, test=None), held, listen)
-        trained, apart = (dict(zip(task.classes, per_class(part, task.classes), strict=True)) for part in (train, rest))
+        counts = [class_counts(part, len(task.classes)) for part in (train, rest)]
+        trained, apart = (dict(zip(task.classes, numbers, strict=True)) for numbers in counts)
         self._entries = [
             entry.updated(trained, apart) if set(entry.classes) & set(task.classes) else entry for entry in entries
         ]
@@ -257,34 +266,35 @@ class Learner:
     def remove(self, name: str) -> Self:
         """Forget a class: its exemplars, mean, head row and held-out images are gone, from disk with the next `save`.
 
-        What was trained on several classes together stays, and so do the answers among them. If it was the last class
-        of its task, the task is no longer asked; the units its mask claimed stay in use, as others may share them.
+        What was trained on several classes together stays, and so do the answers among them. A task without classes is
+        removed; the units of its mask stay in use, as other tasks may share them.
         """
-        entries = [entry.without(name) for entry in self._noted()]
+        entries = [entry.without(name) for entry in self._task_entries()]
         self.method.remove(name)
         self._entries = [entry for entry in entries if entry.classes]
         return self
 
     def rename(self, old: str, new: str) -> Self:
         """Give a class another name."""
-        entries = [entry.renamed(old, new) for entry in self._noted()]
+        entries = [entry.renamed(old, new) for entry in self._task_entries()]
         self.method.rename(old, new)
         self._entries = entries
         return self
 
-    def _given(self, images: Task | Path | str | Images, labels: Sequence[str] | None, name: str | None) -> Task:
-        taken = {entry.name for entry in self._noted()}
-        if name is not None and name in taken and not self.method.cumulative:
+    def _as_task(self, images: Given, labels: Sequence[str] | None, name: str | None) -> Task:
+        """The task to learn, under a name of its own."""
+        names = {entry.name for entry in self._task_entries()}
+        taken = set() if self.method.cumulative else names
+        if name in taken:
             raise TplError(f"There is a task '{name}' already; choose another name.")
-        fallback = f"task {len(taken) + 1}"
+        default = f"task {len(names) + 1}"
         if isinstance(images, (str, Path)):
-            fallback = Path(images).resolve().stem or fallback
-        task = as_task(images, labels, name or fallback)
+            default = Path(images).resolve().stem or default
+        task = _as_task(images, labels, name or default)
         if not len(task.train):
             raise TplError("There are no images to learn from.")
-        chosen = name or task.name
-        number = 2
-        while not self.method.cumulative and name is None and chosen in taken:
+        chosen, number = name or task.name, 2
+        while chosen in taken:
             chosen, number = f"{task.name} {number}", number + 1
         return replace(task, name=chosen)
 
@@ -300,19 +310,10 @@ class Learner:
             "the new ones by themselves, and add the images of known ones with update."
         )
 
-    def _judged(self, entry: TaskEntry, held: Samples) -> TaskEntry:
-        """How well the newest task's held-out images are told apart, among all classes."""
-        truth = held.labels.cpu() + len(self.classes_) - len(entry.classes)
-        guess = self.method.answer(held.pixels).log_p.argmax(dim=1).cpu()
-        names = self.classes_
-        wrong = Counter((names[t], names[g]) for t, g in zip(truth.tolist(), guess.tolist(), strict=True) if t != g)
-        accuracy = float((truth == guess).double().mean())
-        return replace(entry, accuracy=accuracy, confusions=tuple((t, g, n) for (t, g), n in wrong.most_common()))
-
     # Storage
 
     def save(self, path: Path | str) -> None:
-        """Write the model directory, or bring it up to date, in one step that cannot half-happen."""
+        """Write the model directory, or update it, in one atomic step."""
         store = ModelStore(path)
         with store.writing():
             place, commits = self._origin or (None, 0)
@@ -325,7 +326,7 @@ class Learner:
     @classmethod
     @contextmanager
     def changing(cls, path: Path | str, **loading: Any) -> Iterator[Self]:
-        """Load a model, let it be changed, and save it; nobody else can write it meanwhile.
+        """Load a model, change it in the `with` block, and save it; the directory is locked meanwhile.
 
         with Learner.changing("model") as learner:
             learner.rename("cat", "tabby")
@@ -388,7 +389,7 @@ class Learner:
                 "weights": str(file.resolve()) if file else None,
             },
             "removed_tasks": method.removed_tasks,
-            "tasks": [entry.to_dict() for entry in self._noted()],
+            "tasks": [entry.to_dict() for entry in self._task_entries()],
         }
 
 
@@ -404,25 +405,52 @@ def learn_side_by_side(
 ) -> None:
     """Each learner learns a task; all of them, or none if one fails.
 
-    This is the one road to a task: for Python, the command line, the server and benchmarks.
-    `held_out` is the share of every class that each learner does not train on. Learners whose settings allow it share
-    their passes over the frozen trunk.
+    All learning goes through this function: from Python, the command line, the server and benchmarks. `held_out` is the
+    share of every class that each learner does not train on. Learners whose settings allow it share their passes over
+    the frozen trunk.
     """
     rows = zip(learners, tasks, held_out, strict=True)
     parts = [hold_out(task, share, [each.method.seed]) for each, task, share in rows]
-    # First: an image that cannot be read is told before the training.
+    # First: an image that cannot be read is reported before the training.
     held = [each.method.samples_of(rest, silent) for each, (_, rest) in zip(learners, parts, strict=True)]
     given = [replace(task, train=train, test=None) for task, (train, _) in zip(tasks, parts, strict=True)]
     learn_together([each.method for each in learners], given, listeners, held)
     for each, task, (train, rest), apart in zip(learners, tasks, parts, held, strict=True):
-        each._note(task, train, rest, apart, source)
+        each._record(task, train, rest, apart, source)
 
 
-def _only(task: Task, classes: Sequence[str]) -> Task:
+def _as_image_set(images: Images) -> ImageSet:
+    if isinstance(images, ImageSet):
+        return images
+    if isinstance(images, (str, Path)):
+        raise TplError(f"Give a list of images, not a single path: [{str(images)!r}].")
+    return MixedImages(list(images))
+
+
+def _as_task(images: Given, labels: Sequence[str] | None, name: str) -> Task:
+    """A task from class folders, a zip of them, or images with a class name each; `name` is for those without one."""
+    if isinstance(images, (Task, str, Path)):
+        if labels is not None:
+            raise TplError("Class names come with a task or with class folders; labels are for a list of images.")
+        if isinstance(images, Task):
+            return images
+        source = image_folder(images)
+        return Task(name, source.class_names, source.train, source.test)
+    if labels is None:
+        raise TplError("Images need labels, the name of a class for each: learn(images, labels).")
+    given, names = _as_image_set(images), [str(label) for label in labels]
+    if len(names) != len(given):
+        raise TplError(f"There are {len(given)} images, but {len(names)} labels; each image needs one.")
+    if not all(n.strip() for n in names):
+        raise TplError("A label is empty; every image needs the name of a class.")
+    classes, numbers = np.unique(np.array(names, dtype=object), return_inverse=True)
+    return Task(name, tuple(classes.tolist()), relabelled(given, np.arange(len(given)), numbers))
+
+
+def _without_empty_classes(task: Task) -> Task:
     """A task without the classes that have no images."""
-    if len(classes) == len(task.classes):
+    present, labels = np.unique(task.train.labels, return_inverse=True)
+    if len(present) == len(task.classes):
         return task
-    labels = task.train.labels
-    numbers = {task.classes.index(c): i for i, c in enumerate(classes)}
-    train = relabelled(task.train, np.arange(len(labels)), np.array([numbers[n] for n in labels.tolist()]))
-    return Task(task.name, tuple(classes), train)
+    train = relabelled(task.train, np.arange(len(labels)), labels)
+    return Task(task.name, tuple(task.classes[c] for c in present), train)

@@ -1,4 +1,4 @@
-"""The model directory: the whole truth about a learned model, readable and never half-written.
+"""The model directory: all that a learned model is, readable and never half-written.
 
     model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file
     tasks/000/task-0.safetensors    what task 0 owns for good
@@ -6,11 +6,10 @@
     tasks/001/shared.safetensors    what the tasks share, as of the newest commit
     tasks/001/memory.safetensors    the replay memory, as of the newest commit
 
-A commit writes a new folder under a temporary name, renames it, and then replaces `model.json`: the
-one moment at which the new model exists. Whatever happens before that, the old model stands. Files
-that the new one does not need are deleted afterwards, by the next writer if this one is killed. A
-task that changed (a class was removed or updated) is written anew in the newest folder. No pickle,
-neither on writing nor on reading.
+A commit writes a new folder under a temporary name, renames it, and then replaces `model.json`: this is the moment at
+which the new model exists. If anything fails before, the old model stays as it was. Files that the new one does not
+need are deleted afterwards, by the next writer if this one is killed. A task that changed (a class was removed or
+updated) is written again in the newest folder. No pickle, neither on writing nor on reading.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,18 +32,33 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from tpl.errors import TplError
-from tpl.state import State
+from tpl.files import partial_path, replace_atomically, sha256_of, sync_folder
 
-if TYPE_CHECKING:  # torch takes seconds to import; what a model knows stands in its header
+if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
     from torch import Tensor
 
+    Tensors = dict[str, Tensor]
+
 SCHEMA = 2
-READABLE = (1, 2)  # schema 1 knew no checksums, and no more of a task than its classes
-OURS = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # the folders this module makes; strangers' are left alone
+READABLE = (1, 2)  # schema 1 had no checksums, and of a task only its classes
+COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
 
 
 class StoreError(TplError):
     """A model directory cannot be read or written."""
+
+
+@dataclass
+class State:
+    """What a method has learned, as tensors: those that the tasks share, and those that each task owns for good."""
+
+    shared: Tensors = field(default_factory=dict)
+    tasks: list[Tensors] = field(default_factory=list)
+
+
+def under_prefix(prefix: str, tensors: Tensors) -> Tensors:
+    """Entries whose key starts with `prefix`, with the prefix removed."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 class ModelStore:
@@ -63,12 +78,12 @@ class ModelStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the directory for writing; a second writer is refused, not mixed in."""
+        """Lock the directory for writing; a second writer gets an error."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be made a model directory: {error}.") from error
-        # One lock object a directory and process: who holds the directory may commit to it meanwhile.
+        # One lock object per directory and process, so that the holder of the lock can commit.
         lock = FileLock(self.path.resolve() / ".lock", is_singleton=True)
         try:
             lock.acquire(timeout=0)
@@ -78,8 +93,8 @@ class ModelStore:
             raise StoreError(f"{self.path} cannot be written: {_reason(error)}.") from error
         try:
             if lock.lock_counter == 1:
-                self._sign()
-                self._sweep()
+                self._write_holder()
+                self._delete_unused()
             yield
         finally:
             if lock.lock_counter == 1:
@@ -89,20 +104,20 @@ class ModelStore:
 
     @contextmanager
     def existing(self) -> Iterator[None]:
-        """Hold a directory for writing that must hold a model already; none is made otherwise."""
+        """Lock a directory that must hold a model already; none is made otherwise."""
         self.header()
         with self.writing():
             yield
 
     @property
     def holder_file(self) -> Path:
-        """Says who holds the lock."""
+        """The file that names the process which holds the lock."""
         return self.path / ".lock.json"
 
-    def _sign(self) -> None:
+    def _write_holder(self) -> None:
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         content = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        with suppress(OSError):  # a courtesy to others: a full disk is found out by the commit
+        with suppress(OSError):  # only informs other processes: a full disk is reported by the commit
             self.holder_file.write_text(content, encoding="utf-8")
 
     def _holder(self) -> str:
@@ -113,7 +128,7 @@ class ModelStore:
             return "another process"
 
     def header(self) -> dict[str, Any]:
-        """What `model.json` says."""
+        """The content of `model.json`."""
         if not self.exists():
             raise StoreError(f"{self.path} holds no model: there is no model.json in it.")
         try:
@@ -126,7 +141,7 @@ class ModelStore:
             raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
         return header
 
-    def read(self) -> tuple[dict[str, Any], State, dict[str, Tensor]]:
+    def read(self) -> tuple[dict[str, Any], State, Tensors]:
         """Header, state and memory of the committed model."""
         header = self.header()
         try:
@@ -134,9 +149,9 @@ class ModelStore:
         except StoreError:
             if self.header() == header:
                 raise
-        return self.read()  # a writer committed meanwhile and swept what the old header names
+        return self.read()  # a writer committed meanwhile and removed files of the old header
 
-    def _read_parts(self, header: dict[str, Any]) -> tuple[State, dict[str, Tensor]]:
+    def _read_parts(self, header: dict[str, Any]) -> tuple[State, Tensors]:
         try:
             newest, files = header["newest"], [task["file"] for task in header["tasks"]]
             sums = header["files"] if header["schema"] > 1 else {}
@@ -147,15 +162,15 @@ class ModelStore:
         shared, memory, *tasks = (self._load(file, checksums[file]) for file in wanted)
         return State(shared, tasks), memory
 
-    def commit(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
-        """Make this model the one that is here, or leave the old one untouched.
+    def commit(self, header: dict[str, Any], state: State, memory: Tensors) -> None:
+        """Replace the stored model by this one, or leave the old one untouched.
 
         `header["tasks"]` lists all tasks; those that are already stored, bit for bit, are not written again.
         """
         old: dict[str, Any] = self.header() if self.exists() else {"tasks": [], "commits": 0}
         newest = f"tasks/{old['commits']:03d}"
         files = [f"{newest}/task-{i}.safetensors" for i in range(len(state.tasks))]
-        gone = max(len(old["tasks"]) - len(state.tasks), 0)  # where tasks have gone, those after them moved up
+        gone = max(len(old["tasks"]) - len(state.tasks), 0)  # where tasks were removed, later ones moved up
         for i, own in enumerate(state.tasks):
             stored = (task["file"] for task in old["tasks"][i : i + gone + 1])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
@@ -164,39 +179,39 @@ class ModelStore:
         tasks = [task | {"file": file} for task, file in zip(header["tasks"], files, strict=True)]
         try:
             written = self._write_folder(newest, parts)
-            sums = {file: written.get(file) or sha256(self.path / file) for file in {*files, *parts}}
+            sums = {file: written.get(file) or sha256_of(self.path / file) for file in {*files, *parts}}
             complete = {"schema": SCHEMA} | header
             complete |= {"tasks": tasks, "newest": newest, "commits": old["commits"] + 1}
             complete["files"] = dict(sorted(sums.items()))
-            replace_text(self.header_file, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
+            replace_atomically(self.header_file, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
         except (OSError, SafetensorError) as error:
-            for leftover in (self.path / newest, _partial(self.path / newest)):
+            for leftover in (self.path / newest, partial_path(self.path / newest)):
                 shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
-                _partial(self.header_file).unlink(missing_ok=True)
+                partial_path(self.header_file).unlink(missing_ok=True)
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
             ) from error
-        self._sweep()
+        self._delete_unused()
 
-    def _write_folder(self, folder: str, parts: dict[str, dict[str, Tensor]]) -> dict[str, str]:
-        """Write files into a new folder; gives their checksums."""
+    def _write_folder(self, folder: str, parts: dict[str, Tensors]) -> dict[str, str]:
+        """Write files into a new folder; returns their checksums."""
         target = self.path / folder
-        partial = _partial(target)
+        partial = partial_path(target)
         for stale in (partial, target):  # what an interrupted commit left behind
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir(parents=True)
         sums = {}
         for name, tensors in parts.items():
             _save(tensors, partial / Path(name).name)
-            sums[name] = sha256(partial / Path(name).name)
-        _sync_folder(partial)
+            sums[name] = sha256_of(partial / Path(name).name)
+        sync_folder(partial)
         partial.rename(target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
         return sums
 
-    def _load(self, name: str, checksum: str | None) -> dict[str, Tensor]:
-        """The content of a file, if it is what was written."""
+    def _load(self, name: str, checksum: str | None) -> Tensors:
+        """The tensors of a file, checked against its checksum."""
         from safetensors.torch import load
 
         file = self.path / name
@@ -213,32 +228,32 @@ class ModelStore:
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{file} is damaged ({error}); restore it from a backup.") from error
 
-    def _holds(self, name: str, tensors: dict[str, Tensor], header: dict[str, Any]) -> bool:
-        """Whether a stored file has just this content."""
+    def _holds(self, name: str, tensors: Tensors, header: dict[str, Any]) -> bool:
+        """Whether a stored file has exactly this content."""
         import torch
 
         try:
             stored = self._load(name, header.get("files", {}).get(name))
         except StoreError:
-            return False  # written anew, then
+            return False  # it is written again
         if stored.keys() != tensors.keys():
             return False
         given = {k: v.detach().cpu() for k, v in tensors.items()}
         return all(stored[k].dtype == v.dtype and torch.equal(stored[k], v) for k, v in given.items())
 
-    def _sweep(self) -> None:
-        """Drop what the header does not refer to: older commits, and what a killed writer left behind."""
+    def _delete_unused(self) -> None:
+        """Delete what the header does not refer to: older commits, and what a killed writer left behind."""
         if not self.exists():
             return
         try:
             header = self.header()
             needed = {task["file"] for task in header["tasks"]}
             needed |= {f"{header['newest']}/{part}.safetensors" for part in ("shared", "memory")}
-            folders = [f for f in (self.path / "tasks").iterdir() if f.is_dir() and OURS.fullmatch(f.name)]
+            folders = [f for f in (self.path / "tasks").iterdir() if f.is_dir() and COMMIT_FOLDER.fullmatch(f.name)]
         except (StoreError, OSError, KeyError, TypeError):
-            return  # nothing to go by
+            return  # without a readable header nothing is known to be superfluous
         with suppress(OSError):
-            _partial(self.header_file).unlink(missing_ok=True)
+            partial_path(self.header_file).unlink(missing_ok=True)
         for folder in folders:
             with suppress(OSError):  # the model is committed already: leftovers are no failure
                 for file in folder.glob("*.safetensors"):
@@ -254,47 +269,9 @@ def _reason(error: Exception) -> str:
     return "the disk is full: free some space and do this again" if full else str(error)
 
 
-def sha256(file: Path) -> str:
-    """The checksum of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _partial(target: Path) -> Path:
-    """The name under which a file or folder is made, before it takes its place."""
-    return target.with_name(f".{target.name}.partial")
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def _save(tensors: Tensors, file: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Replace a text file in one step."""
-    partial = _partial(file)
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder outlast a power cut, where the system can.
-
-    Never fails: after the rename that commits a model nothing may call the commit off.
-    """
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # not possible on this system
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)

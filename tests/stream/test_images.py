@@ -25,8 +25,8 @@ from tpl.stream import (
     decode,
 )
 from tpl.stream.decoding import MAX_ASPECT
-from tpl.stream.files import Archive, ZipMember
-from tpl.stream.kept import KeptImages
+from tpl.stream.folders import Archive, ZipMember
+from tpl.stream.images import CachedImages
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -296,7 +296,7 @@ class TestKept:
         asked: list[int] = []
         plain_load = FileImages.load
         monkeypatch.setattr(FileImages, "load", lambda self, i: asked.append(i) or plain_load(self, i))
-        kept = KeptImages(files)
+        kept = CachedImages(files)
         assert np.array_equal(np.asarray(kept.load(3)), expected[3]) and asked == [3]
         block = kept.select([1, 3, 5]).block(np.array([2, 1, 0]))
         assert np.array_equal(block, expected[[5, 3, 1]])  # type: ignore[arg-type]
@@ -318,15 +318,15 @@ class TestKept:
 
     def test_other_sizes_and_large_sets_are_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = self.files(tmp_path, [(5, 4), (4, 5), (5, 4)])
-        kept = KeptImages(files)
+        kept = CachedImages(files)
         assert [kept.load(i).size for i in (0, 1, 2, 1)] == [(4, 5), (5, 4), (4, 5), (5, 4)]
         assert kept.block(np.arange(3)) is None and kept.block(np.array([0, 2])) is not None
-        monkeypatch.setattr("tpl.stream.kept.MAX_BYTES", 3 * 5 * 4 * 3 - 1)
-        large = KeptImages(files)
+        monkeypatch.setattr("tpl.stream.images.MAX_CACHED_BYTES", 3 * 5 * 4 * 3 - 1)
+        large = CachedImages(files)
         assert large.load(0).size == (4, 5) and large.block(np.array([0, 2])) is None
 
     def test_an_unreadable_file_is_named_every_time(self, tmp_path: Path) -> None:
-        kept = KeptImages(self.files(tmp_path, [(5, 4), (5, 4)]))
+        kept = CachedImages(self.files(tmp_path, [(5, 4), (5, 4)]))
         (tmp_path / "1.png").write_bytes(b"nothing")
         for _ in range(2):
             with pytest.raises(UnreadableImage, match="1.png"):
@@ -335,7 +335,7 @@ class TestKept:
     def test_many_threads_see_whole_images(self, tmp_path: Path) -> None:
         files = self.files(tmp_path, [(9, 9)] * 30)
         expected = np.stack([np.asarray(files.load(i)) for i in range(30)])
-        kept = KeptImages(files)
+        kept = CachedImages(files)
         with ThreadPoolExecutor(8) as pool:
             blocks = list(pool.map(kept.block, [np.arange(30)] * 8))
         assert all(np.array_equal(block, expected) for block in blocks)  # type: ignore[arg-type]

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tpl.stream import DataError, Preprocess
-from tpl.stream.inputs import Found, batches, find_images, labelled_images, readable
-from tpl.stream.inputs.walk import paths_from
+from tpl.stream import DataError, Found, Preprocess, batches, find_images, labelled_images, readable
+from tpl.stream.unlabelled import paths_from
 
 PREPROCESS = {"input_size": (3, 32, 32), "crop_pct": 1.0}
 
@@ -183,7 +182,7 @@ def test_an_error_while_finding_is_raised_where_batches_are_taken() -> None:
 
 
 def test_finding_holds_no_list_of_a_large_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpl.stream.inputs.walk._SORTED", 10)
+    monkeypatch.setattr("tpl.stream.unlabelled.SORTED_ENTRIES", 10)
     for i in range(100):
         (tmp_path / f"{i:03d}.png").touch()
     found = find_images([str(tmp_path)])
@@ -325,7 +324,7 @@ def test_unreadable_images_are_named_and_the_rest_kept_shrunk(tmp_path: Path) ->
 
 def test_images_beyond_the_limit_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "cat/1.png", "cat/2.png")
-    monkeypatch.setattr("tpl.stream.inputs.checked.MAX_BYTES", 200)
+    monkeypatch.setattr("tpl.stream.labelled.MAX_SHRUNK_BYTES", 200)
     images, _ = readable(labelled_images(tmp_path).images, Preprocess(PREPROCESS).shrink)
     for file in (tmp_path / "cat").iterdir():
         file.write_bytes(picture(250))

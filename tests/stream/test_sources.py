@@ -16,7 +16,7 @@ from PIL import Image
 
 from tpl.bench.benchmarks import BENCHMARKS, find_benchmark
 from tpl.stream import ArrayImages, DataError, ImageSet, Source, class_order, image_folder, load_source, split
-from tpl.stream.reuse import MAX_SOURCES, reused, signature
+from tpl.stream.sources import MAX_SOURCES, reused, signature
 
 # The content of a small data set by path; the pixel value of each image tells them apart.
 Files = dict[str, bytes]
@@ -201,7 +201,7 @@ class TestCifar:
         again = load_source("cifar10", tmp_path, False)
         assert again is source
         with monkeypatch.context() as patch:
-            patch.setattr("tpl.stream.files.decode", None)  # decoding once more would fail
+            patch.setattr("tpl.stream.folders.decode", None)  # decoding once more would fail
             assert content(again.train.select([4, 2]), again.class_names) == [("c004", 4), ("c002", 2)]
         as_zip(tmp_path / "train.zip", cifar_like(10, "train") | {"train/c003/more.webp": picture(99, "WEBP")})
         changed = load_source("cifar10", tmp_path, False)

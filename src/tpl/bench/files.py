@@ -11,8 +11,8 @@ from tpl.bench.environment import describe_environment
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event, Listener
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 from tpl.learner import Learner
-from tpl.store import replace_text
 from tpl.stream import Stream, fingerprint
 
 
@@ -65,7 +65,7 @@ def write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner
             raise RunError(f"{out} was started with other settings ({', '.join(differing)}); it cannot be resumed so.")
         return
     what["environment"] = describe_environment(learner.method.compute.device)
-    replace_text(file, json.dumps(what, indent=2) + "\n")
+    replace_atomically(file, json.dumps(what, indent=2) + "\n")
 
 
 def data_hashes(stream: Stream) -> dict[str, str]:
@@ -80,4 +80,4 @@ def stage_file(out: Path, stage: int) -> Path:
 
 def write_stage(out: Path, stage: int, content: dict[str, Any]) -> None:
     """Write a stage's numbers down, whole or not at all."""
-    replace_text(stage_file(out, stage), json.dumps(content, indent=2) + "\n")
+    replace_atomically(stage_file(out, stage), json.dumps(content, indent=2) + "\n")

@@ -27,10 +27,10 @@ from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import ReadTable
 from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
+from tpl.files import sha256_of
 from tpl.methods import Method
 from tpl.methods.bank import Outputs, Seen
 from tpl.methods.base import KEEP, task_of_class
-from tpl.store import sha256
 from tpl.stream import Stream, fingerprint
 
 
@@ -189,6 +189,6 @@ def _files(run: Path, description: dict[str, Any]) -> list[Path]:
 def _origin(run: Path, description: dict[str, Any]) -> dict[str, str]:
     """What the outputs depend on: the test images, and the model with all its files' checksums."""
     try:
-        return {"images": description["data"]["test"], "model": sha256(run / "model" / "model.json")}
+        return {"images": description["data"]["test"], "model": sha256_of(run / "model" / "model.json")}
     except OSError as error:
         raise TplError(f"{run} holds no model ({error}).") from error

@@ -13,7 +13,7 @@ import numpy as np
 from tpl.bench import metrics
 from tpl.bench.metrics import Matrix
 from tpl.errors import TplError
-from tpl.store import replace_text
+from tpl.files import replace_atomically
 
 KINDS = ("cil", "til", "tp")
 DETAILS = ("task_confusion", "class_accuracy")
@@ -57,7 +57,7 @@ class RunResult:
         matrices = {k: [row[: t + 1].tolist() for t, row in enumerate(m)] for k, m in self.matrices.items()}
         content: dict[str, Any] = {"summary": self.summary, "matrices": matrices}
         content |= {key: value for key in DETAILS if (value := getattr(self, key)) is not None}
-        replace_text(out / "results.json", json.dumps(content, indent=2) + "\n")
+        replace_atomically(out / "results.json", json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> RunResult:

@@ -22,11 +22,11 @@ from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute_together
 from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
-from tpl.store import replace_text
 
 PLAIN = "none"
 MEASURED = ("last", "auroc", "til", "last_calibrated")
@@ -67,7 +67,7 @@ def study(
         "paper_fit": line_through([row["paper"] for row in rows if row["paper"]], "last"),
         "runs": sorted(str(place.relative_to(out)) for place in out.glob("*/*") if (place / "run.json").exists()),
     }
-    replace_text(out / "study.json", json.dumps(result, indent=2) + "\n")
+    replace_atomically(out / "study.json", json.dumps(result, indent=2) + "\n")
     return result
 
 

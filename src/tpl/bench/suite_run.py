@@ -31,9 +31,10 @@ from tpl.bench.suite_state import (
     write_failure,
 )
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 from tpl.nets import compact
 from tpl.nets.weights import hash_file
-from tpl.store import ModelStore, replace_text
+from tpl.store import ModelStore
 
 Watcher = Callable[[RunState, JobEvent], None]
 
@@ -58,7 +59,9 @@ class SuiteRun:
                 | {"directory": state.directory.name}
                 for state in self.states
             ]
-            replace_text(self.out / PLAN, json.dumps({"suite": self.suite.to_dict(), "runs": runs}, indent=2) + "\n")
+            replace_atomically(
+                self.out / PLAN, json.dumps({"suite": self.suite.to_dict(), "runs": runs}, indent=2) + "\n"
+            )
             for spec, state in zip(self.specs, self.states, strict=True):
                 if self.finished.has(spec, state.directory):
                     state.finish()

@@ -13,7 +13,8 @@ from typing import Any
 from tpl.bench.pace import Pace
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.store import ModelStore, replace_text
+from tpl.files import replace_atomically
+from tpl.store import ModelStore
 
 WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finished", "failed", "interrupted"
 STATES = (FINISHED, RUNNING, WAITING, INTERRUPTED, FAILED)
@@ -133,7 +134,7 @@ def write_failure(state: RunState) -> None:
     """Leave word of a failure, for those who look later. The next attempt wipes it out."""
     try:
         state.directory.mkdir(parents=True, exist_ok=True)
-        replace_text(state.directory / FAILURE, json.dumps({"error": state.error, "time": time.time()}) + "\n")
+        replace_atomically(state.directory / FAILURE, json.dumps({"error": state.error, "time": time.time()}) + "\n")
     except OSError:
         pass  # a directory that cannot be written is what failed, and the suite says so itself
 

@@ -57,7 +57,7 @@ class Budget:
 
 def trained_on(given: Labelled, held_out: float, seed: int) -> int:
     """How many images are left to train on once some of each class are held out."""
-    from tpl.intake import hold_out
+    from tpl.stream import hold_out
 
     return len(hold_out(as_task(given, ""), held_out, [seed])[0])
 

@@ -140,9 +140,10 @@ def _kept(file: Path | None, model: Path, form: Form) -> Iterator[AnswerFile | N
         yield None
         return
     from tpl.cli.predict_file import AnswerFile
-    from tpl.store import ModelStore, sha256
+    from tpl.files import sha256_of
+    from tpl.store import ModelStore
 
-    job = {"model": sha256(ModelStore(model).header_file), "top": form.top, "reject": form.reject}
+    job = {"model": sha256_of(ModelStore(model).header_file), "top": form.top, "reject": form.reject}
     with AnswerFile(file, job).open() as kept:
         yield kept
 

@@ -110,11 +110,11 @@ def _write_tables(
 
 
 def _write(file: Path, text: str) -> None:
-    from tpl.store import replace_text
+    from tpl.files import replace_atomically
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, text)
+        replace_atomically(file, text)
     except OSError as error:
         raise TplError(f"{file} cannot be written: {error}.") from error
 

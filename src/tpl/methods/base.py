@@ -27,7 +27,7 @@ from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.names import refuse_unknown
 from tpl.nets import Encoder, unstacked
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import ImageSet, Preprocess, Task
 
 NOT_COUNTED = ("memory.", "held.", "score.scatter_")

@@ -35,7 +35,7 @@ from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.methods.parts.reservoir import Reservoir
 from tpl.nets import Encoder
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 CARRIED = ("memory.keys", "memory.logits")  # what travels along with the stored images

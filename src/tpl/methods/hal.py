@@ -43,7 +43,7 @@ from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
 from tpl.nets import Encoder
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 ANCHORS = "memory.anchors"  # their name in the state: images, not parameters

@@ -31,7 +31,7 @@ from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together, equal_shares
 from tpl.scores.odin import Odin, perturb
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 from tpl.stream import Task
 
 ALL = "all"
@@ -245,7 +245,7 @@ class HAT(BankMethod):
         """Detectors and calibration back."""
         self.detectors_ = [
             {
-                name: self._detector(name, t).load_state(beginning_with(f"score.{name}.", own))
+                name: self._detector(name, t).load_state(under_prefix(f"score.{name}.", own))
                 for name in self.config.fitted
             }
             for t, own in enumerate(tasks)

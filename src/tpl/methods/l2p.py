@@ -36,7 +36,7 @@ from tpl.methods.base import Method, register
 from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, as_vit
 from tpl.nets.encoder import prompted
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 

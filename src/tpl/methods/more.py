@@ -24,7 +24,7 @@ from tpl.methods.bank.distance import TaskCentres
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 from tpl.stream import Task
 
 DISTANCE_SCALE = 20.0
@@ -129,4 +129,4 @@ class MORE(BankMethod):
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
         self.centres_.load_state(tasks)
-        self.heads_ = [Heads(**beginning_with("head.", own)) for own in tasks]
+        self.heads_ = [Heads(**under_prefix("head.", own)) for own in tasks]

@@ -38,7 +38,7 @@ from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Adapters, AdapterStack, Encoder, as_vit
 from tpl.nets.encoder import adapter_inputs
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 BATCHES = 16  # looked at together, so that blocks of images are well filled

@@ -28,7 +28,7 @@ from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
 from tpl.scores.conformal import unknown_scores
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 from tpl.stream import Task
 
 ALL, AUTO, NOBODY = "all", "auto", "0"
@@ -317,10 +317,10 @@ class TPLPlus(TPL):
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Scores, calibration and expert back."""
         super().load_own_state(shared, tasks)
-        found = beginning_with(EXPERT, shared)
+        found = under_prefix(EXPERT, shared)
         self.expert = RandomRidge.from_state(found, self.config) if found else None
-        self.balance_ = Balance.from_state(beginning_with(BALANCE, found))
-        view = beginning_with(VIEW, found)
+        self.balance_ = Balance.from_state(under_prefix(BALANCE, found))
+        view = under_prefix(VIEW, found)
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None
 
 

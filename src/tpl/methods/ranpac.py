@@ -16,7 +16,7 @@ from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.nets import Encoder
-from tpl.state import State, beginning_with
+from tpl.store import State, under_prefix
 from tpl.stream import Task
 
 RIDGE = "ridge."
@@ -88,5 +88,5 @@ class RanPAC(NetworkMethod):
         if "head_bias" in state.shared:
             network = {k: v for k, v in state.shared.items() if not k.startswith(RIDGE)}
             super().load_state(State(network, state.tasks))
-        ridge = {k: v.to(self.compute.device) for k, v in beginning_with(RIDGE, state.shared).items()}
+        ridge = {k: v.to(self.compute.device) for k, v in under_prefix(RIDGE, state.shared).items()}
         self.ridge = RandomRidge.from_state(ridge, self.config) if ridge else None

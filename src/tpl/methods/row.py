@@ -24,7 +24,7 @@ from tpl.methods.bank.distance import TaskCentres
 from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 from tpl.stream import Task
 
 SHRINKAGE = 0.2  # of the covariance towards the identity
@@ -170,5 +170,5 @@ class ROW(BankMethod):
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Heads and statistics back."""
         self.centres_.load_state(tasks)
-        self.class_heads_ = [Heads(**beginning_with("class_head.", own)) for own in tasks]
-        self.task_heads_ = [Heads(**beginning_with("task_head.", own)) for own in tasks]
+        self.class_heads_ = [Heads(**under_prefix("class_head.", own)) for own in tasks]
+        self.task_heads_ = [Heads(**under_prefix("task_head.", own)) for own in tasks]

@@ -28,7 +28,7 @@ from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
 from tpl.scores.mahalanobis import class_means
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 PARTS = ("counts", "seen", "means", "scatter")  # of an analysis, as they are stored

@@ -37,7 +37,7 @@ from tpl.scores.calibration import (
     equal_shares,
 )
 from tpl.scores.ratio import memory_scores, oppose
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 from tpl.stream import Task
 
 
@@ -330,7 +330,7 @@ class TPL(BankMethod):
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Rebuild scores and calibration; nothing is computed through the encoder."""
-        self.scores_ = [LikelihoodRatio(self.config).load_state(beginning_with("score.", own)) for own in tasks]
+        self.scores_ = [LikelihoodRatio(self.config).load_state(under_prefix("score.", own)) for own in tasks]
         self.calibration_ = shared.get("calibration")
         if self.statistics is not None:
             self.statistics.load_state(shared)

@@ -30,8 +30,7 @@ from tpl.serve.pages import page
 from tpl.serve.security import Access, Gate
 from tpl.serve.served import Holder, Place, Question, Served
 from tpl.serve.uploads import files_of, prepare, read_form, shown_name
-from tpl.stream import UnreadableImage
-from tpl.stream.inputs import labelled_images
+from tpl.stream import UnreadableImage, labelled_images
 
 DECODERS = 4  # images decoded at the same time: each may take as much memory as its pixels need
 ON_CPU, ON_GPU = 32, 256  # images in one pass; a GPU fills every pass up to 256 anyway

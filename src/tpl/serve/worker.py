@@ -65,12 +65,10 @@ class Progress:
 
 def carry_out(order: Order, tell: Any) -> None:
     """Learn and commit. Nobody else writes to the directory from the first read to the commit."""
-    from tpl.intake import hold_out
     from tpl.learner import Learner
     from tpl.schedule import epochs_for
     from tpl.serve.limits import Limits, check_images
-    from tpl.stream import Task
-    from tpl.stream.inputs import labelled_images, readable
+    from tpl.stream import Task, hold_out, labelled_images, readable
 
     tell(progress=0.0, message="starting")
     archive = Path(order.archive)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from tpl.stream.errors import UnreadableImage
+from tpl.errors import UnreadableImage
 
 # Twice Pillow's own warning level: half a gigabyte once decoded to RGB.
 MAX_PIXELS = 178_956_970

@@ -1,7 +1,9 @@
-"""Indexable sets of labelled images that are decoded only when asked for."""
+"""Indexable sets of labelled images that are decoded only when they are loaded."""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -9,9 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
-from tpl.stream.errors import DataError, TaskClosed
+from tpl.errors import DataError, TaskClosed
 
 Labels = NDArray[np.int64]
+
+MAX_CACHED_BYTES = 1 << 28  # 50 000 images of 32 x 32 take 154 MB
 
 
 class ImageSet(ABC):
@@ -35,10 +39,10 @@ class ImageSet(ABC):
 
     @abstractmethod
     def identity(self, index: int) -> bytes:
-        """What tells this image's content from another's, cheaply: for hashes of a data set."""
+        """Bytes that identify the image's content and are cheap to read: for hashes of a data set."""
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
-        """The images at `indices` as one array [n, h, w, 3], where they share a size and that is cheap; else None."""
+        """The images at `indices` as one array [n, h, w, 3], if the set holds arrays of one size; else None."""
         return None
 
     def select(self, indices: ArrayLike) -> ImageSet:
@@ -47,8 +51,8 @@ class ImageSet(ABC):
         return relabelled(self, chosen, self.labels[chosen])
 
 
-class Wrapped(ImageSet):
-    """Another set's images, by another way of loading them."""
+class WrappedImages(ImageSet):
+    """Base for a set that loads another set's images in its own way."""
 
     def __init__(self, images: ImageSet) -> None:
         self._images = images
@@ -103,8 +107,48 @@ class ArrayImages(ImageSet):
         return content
 
 
+class CachedImages(WrappedImages):
+    """Images of another set, each decoded when it is first loaded and then held in memory; safe to use from any thread.
+
+    Only images of the first one's size are held, and none if all of that size would take more than
+    `MAX_CACHED_BYTES`: the others are decoded every time.
+    """
+
+    def __init__(self, images: ImageSet) -> None:
+        super().__init__(images)
+        self._lock = threading.Lock()
+        self._pixels: NDArray[np.uint8] | None = None  # allocated for the first image, filled one by one
+        self._cached = np.zeros(len(images), dtype=bool)
+
+    def load(self, index: int) -> Image.Image:
+        if self._pixels is not None and 0 <= index < len(self) and self._cached[index]:
+            return Image.fromarray(self._pixels[index])
+        image = self._images.load(index)
+        self._store(index, image)
+        return image
+
+    def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        chosen = positions(indices, len(self))
+        for index in chosen[~self._cached[chosen]].tolist():
+            if not self._store(index, self._images.load(index)):
+                return None
+        return self._pixels[chosen] if self._pixels is not None else None
+
+    def _store(self, index: int, image: Image.Image) -> bool:
+        """Whether the image could be cached. Two threads may both do so: they write the same pixels."""
+        shape = (image.height, image.width, 3)
+        with self._lock:
+            if self._pixels is None and len(self) * image.height * image.width * 3 <= MAX_CACHED_BYTES:
+                self._pixels = np.zeros((len(self), *shape), dtype=np.uint8)
+        if self._pixels is None or self._pixels.shape[1:] != shape:
+            return False
+        self._pixels[index] = np.asarray(image)
+        self._cached[index] = True  # last: another thread may read the pixels from now on
+        return True
+
+
 class _View(ImageSet):
-    """Images picked from one or several sets, with labels of its own. Views of views are flattened."""
+    """Images selected from one or several sets, with labels of its own. Views of views are flattened."""
 
     def __init__(
         self, parts: Sequence[ImageSet], part: NDArray[np.int64], index: NDArray[np.int64], labels: Labels
@@ -154,25 +198,25 @@ class _View(ImageSet):
         index = in_range(index, len(self))
         return self._parts[int(self._part[index])], int(self._index[index])
 
-    def _picked(self, chosen: NDArray[np.int64], labels: Labels) -> _View:
+    def _selected(self, chosen: NDArray[np.int64], labels: Labels) -> _View:
         return _View(self._parts, self._part[chosen], self._index[chosen], labels)
 
 
-class Gate:
-    """Open until the learner moves on; shared by a guarded set and everything selected from it."""
+class TrainingAccess:
+    """Whether a task's training data may still be read; shared by a guarded set and everything selected from it."""
 
     def __init__(self, task: str) -> None:
         self.task = task
         self.closed = False
 
 
-class Guarded(ImageSet):
-    """A set whose images and labels can be read only while all its gates are open."""
+class GuardedImages(ImageSet):
+    """A set whose images and labels can be read only while the training data of all its tasks is open."""
 
-    def __init__(self, inner: ImageSet, gates: Sequence[Gate]) -> None:
-        outer: Sequence[Gate] = inner._gates if isinstance(inner, Guarded) else ()
-        self._inner: ImageSet = inner._open() if isinstance(inner, Guarded) else inner
-        self._gates: tuple[Gate, ...] = tuple(dict.fromkeys([*outer, *gates]))
+    def __init__(self, inner: ImageSet, access: Sequence[TrainingAccess]) -> None:
+        outer: Sequence[TrainingAccess] = inner._access if isinstance(inner, GuardedImages) else ()
+        self._inner: ImageSet = inner._open() if isinstance(inner, GuardedImages) else inner
+        self._access: tuple[TrainingAccess, ...] = tuple(dict.fromkeys([*outer, *access]))
 
     @property
     def labels(self) -> Labels:
@@ -194,23 +238,23 @@ class Guarded(ImageSet):
         return self._open().block(indices)
 
     def _open(self) -> ImageSet:
-        for gate in self._gates:
-            if gate.closed:
+        for access in self._access:
+            if access.closed:
                 raise TaskClosed(
-                    f"The training data of {gate.task!r} is closed: it is handed over once, and the next task has "
+                    f"The training data of {access.task!r} is closed: it is handed over once, and the next task has "
                     "begun. Keep what later tasks need (features, a replay memory) while the task is open."
                 )
         return self._inner
 
 
 def relabelled(images: ImageSet, indices: ArrayLike, labels: ArrayLike) -> ImageSet:
-    """The images at `indices` under new `labels`; a guarded set stays guarded by the same gates."""
+    """The images at `indices` under new `labels`; what is selected from a guarded set is closed with it."""
     chosen = positions(indices, len(images))
     new = as_labels(labels, len(chosen), "selection")
-    if isinstance(images, Guarded):
-        return Guarded(relabelled(images._open(), chosen, new), images._gates)
+    if isinstance(images, GuardedImages):
+        return GuardedImages(relabelled(images._open(), chosen, new), images._access)
     if isinstance(images, _View):
-        return images._picked(chosen, new)
+        return images._selected(chosen, new)
     return _View([images], np.zeros(len(chosen), np.int64), chosen, new)
 
 
@@ -218,20 +262,32 @@ def concatenate(sets: Sequence[ImageSet], label_offsets: Sequence[int]) -> Image
     """All `sets` in a row; `label_offsets[i]` is added to the labels of set i."""
     if not sets or len(sets) != len(label_offsets):
         raise DataError(f"cannot join {len(sets)} image sets with {len(label_offsets)} label offsets.")
-    gates: list[Gate] = []
+    access: list[TrainingAccess] = []
     labels = np.concatenate([images.labels + offset for images, offset in zip(sets, label_offsets, strict=True)])
-    parts: dict[ImageSet, int] = {}  # tasks cut from one data set share it: keep it once
+    parts: dict[ImageSet, int] = {}  # tasks cut from one data set share it: list it once
     part_columns, index_columns = [], []
     for images in sets:
-        if isinstance(images, Guarded):
-            gates += images._gates
+        if isinstance(images, GuardedImages):
+            access += images._access
             images = images._open()
         view = images if isinstance(images, _View) else _whole(images)
         numbers = np.array([parts.setdefault(part, len(parts)) for part in view._parts], dtype=np.int64)
         part_columns.append(numbers[view._part])
         index_columns.append(view._index)
     joined = _View(list(parts), np.concatenate(part_columns), np.concatenate(index_columns), labels)
-    return Guarded(joined, gates) if gates else joined
+    return GuardedImages(joined, access) if access else joined
+
+
+def fingerprint(sets: Sequence[ImageSet | None]) -> str:
+    """The sha256 of a data set: over every image's identity and label, in order."""
+    digest = hashlib.sha256()
+    for images in sets:
+        if images is None:
+            continue
+        for index, label in enumerate(images.labels.tolist()):
+            digest.update(f"{label} ".encode())
+            digest.update(images.identity(index))
+    return digest.hexdigest()
 
 
 def as_labels(labels: ArrayLike, count: int, origin: str) -> Labels:

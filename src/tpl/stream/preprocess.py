@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tpl.errors import DataError, UnreadableImage
 from tpl.stream.decoding import to_rgb
-from tpl.stream.errors import DataError, UnreadableImage
 from tpl.stream.images import ImageSet
 from tpl.stream.resample import FILTERS, Geometry, matching, resample
-from tpl.stream.threads import in_chunks
 
-if TYPE_CHECKING:  # torch takes seconds to import, and who looks for images does not need it
+if TYPE_CHECKING:  # torch takes seconds to import, and finding images does not need it
     import torch
 
 # An image with more pixels than this many times the encoder's input is resized before it is sent to a device.
 _LARGE = 4
+_CHUNK = 32  # images decoded by a thread at a time
 _KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+
+Shrink = Callable[[Image.Image], Image.Image]
+Result = TypeVar("Result")
 
 
 class Preprocess:
-    """The encoder's evaluation transform, cut in two: uint8 pixels once, normalisation whenever they are used.
+    """The encoder's evaluation transform in two steps: uint8 pixels once, normalisation whenever they are used.
 
     `data_config` is what timm calls the data config of a model. Only `input_size` (3, height, width) must be
     given; timm's defaults fill the rest.
@@ -61,10 +67,10 @@ class Preprocess:
         return pixels
 
     def shrink(self, image: Image.Image) -> Image.Image:
-        """All of `image` that is worth keeping: resized if that makes it smaller, else as it is.
+        """`image` at the size of the resize step if that is smaller, else as it is.
 
-        The resize leaves an image of its own output size alone, so shrinking first never changes a pixel of
-        what `__call__` returns.
+        Resizing an image of that size changes nothing, so shrinking first never changes a pixel of what `__call__`
+        returns.
         """
         image = to_rgb(image)
         width, height = self._resized(image)
@@ -103,9 +109,9 @@ class Preprocess:
     def normaliser(
         self, device: torch.device, dtype: torch.dtype | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What turns uint8 pixels [n, 3, h, w] on `device` into the numbers the encoder was trained on.
+        """A function that normalises uint8 pixels [n, 3, h, w] on `device` as the encoder was trained.
 
-        Its constants are on the device already: nothing is sent step by step. The arithmetic is float32 whatever
+        Its constants are on the device already: no call copies them again. The arithmetic is float32 whatever
         `dtype` the result has (by default float32, too).
         """
         import torch
@@ -124,7 +130,7 @@ class Preprocess:
             geometry = self._geometry(block.shape[2], block.shape[1], resizer) if block is not None else None
             if block is not None and geometry is not None:
                 return block, geometry
-        loaded: list[Image.Image] = []  # all of one small size as long as `waiting`; finished otherwise
+        loaded: list[Image.Image] = []  # of one small size while `waiting`; else resized and cropped
         waiting = resizer is not None
         for index in chunk:
             image = to_rgb(images.load(index))
@@ -141,7 +147,7 @@ class Preprocess:
         return finished, None
 
     def _cropped(self, image: Image.Image, images: ImageSet, index: int) -> Image.Image:
-        """What `__call__` does to `image`, but for its last step to a tensor. `images` has its name."""
+        """`image` resized and cropped. `images` and `index` name it in error messages."""
         target = (self.width, self.height)
         try:
             if image.size == target == self._resized(image):
@@ -157,7 +163,7 @@ class Preprocess:
         return image.width * image.height <= _LARGE * self.width * self.height
 
     def _geometry(self, width: int, height: int, device: torch.device) -> Geometry | None:
-        """What resize and crop do to images of this size, if the device is sure to do the same; else None."""
+        """What resize and crop do to images of this size, if the device does the same in every bit; else None."""
         key = (width, height, device)
         with self._lock:
             if key not in self._geometries:
@@ -168,7 +174,7 @@ class Preprocess:
         name = getattr(getattr(self._resize, "interpolation", None), "value", None)
         width, height = self._resized(blank)
         if name not in FILTERS or not self._small(blank) or width < self.width or height < self.height:
-            return None  # another filter, not worth it, or borders to add: left to Pillow
+            return None  # another filter, a large image, or borders to add: left to Pillow
         corner = round((height - self.height) / 2), round((width - self.width) / 2)
         crop = (self.height, self.width)
         likely = Geometry((blank.height, blank.width), (height, width), corner, crop, name)
@@ -188,6 +194,41 @@ class Preprocess:
         return width, height
 
 
+def try_load(images: ImageSet, index: int, shrink: Shrink) -> Image.Image | str:
+    """One image, shrunk; if it cannot be read or resized, the reason as a text."""
+    try:
+        return shrink(images.load(index))
+    except UnreadableImage as error:
+        return str(error)
+    except (ValueError, MemoryError) as error:
+        return f"{images.name(index)} cannot be resized: {error}"
+
+
 def _resizes_well(device: torch.device) -> bool:
     # On a CPU Pillow's threads are as fast as matrix products, and much faster with large images.
     return device.type == "cuda"
+
+
+def in_chunks(work: Callable[[range], Result], count: int) -> Generator[Result]:
+    """The results of `work` on chunks of the positions 0 .. count-1, in order, computed in threads.
+
+    Only a few chunks are computed ahead, as all results at once may not fit in memory. Close it to stop early.
+    """
+    workers = _workers()
+    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="decode")
+    ahead: deque[Future[Result]] = deque()
+    try:
+        for start in range(0, count, _CHUNK):
+            ahead.append(pool.submit(work, range(start, min(start + _CHUNK, count))))
+            if len(ahead) > 2 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _workers() -> int:
+    # Affinity rather than the machine's core count: containers are often given a part of it.
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16, available))

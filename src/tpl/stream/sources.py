@@ -1,33 +1,54 @@
-"""The data sets known by name, from local copies in the usual layouts or downloaded on request."""
+"""The data sets known by name, from local copies in the usual layouts or downloaded on request.
+
+A data set is read once in a process as long as its files stay the same: reading the directories of CIFAR-100's zip
+archives takes over a second, and several runs in one process share the images decoded so far.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tpl.stream.errors import DataError
-from tpl.stream.files import Entry, FileImages, Tree, is_image_name, read_bytes
-from tpl.stream.images import ArrayImages
-from tpl.stream.kept import KeptImages
-from tpl.stream.layouts import LAYOUTS, Source, image_folder, open_tree, unwrap
-from tpl.stream.reuse import reused
+from tpl.errors import DataError
+from tpl.stream.folders import (
+    LAYOUTS,
+    Entry,
+    FileImages,
+    Source,
+    Tree,
+    image_folder,
+    is_image_name,
+    open_tree,
+    read_bytes,
+    without_wrappers,
+)
+from tpl.stream.images import ArrayImages, CachedImages
 
 TINY_IMAGENET_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 _TINY_FOLDER = "tiny-imagenet-200"
 _CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 _CLASS_COUNTS = {"cifar10": 10, "cifar100": 100, "tiny-imagenet": 200, "imagenet380": 380}
 
+MAX_SOURCES = 4
+_MAX_FILES = 100
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+_sources: dict[Hashable, tuple[Signature, Source]] = {}
+_lock = threading.Lock()
+
 
 def load_source(name: str, root: Path | None = None, download: bool = False) -> Source:
     """The data set `name`: digits, cifar10, cifar100, tiny-imagenet, imagenet380, or folder (any class folders).
 
-    `root` is where it lies; without it, where downloads go. Nothing is fetched unless `download` is true. Asked for
-    again, it is the same object, with the images it has decoded, as long as its (few) files are the same.
+    `root` is its folder; without it, the one that downloads go to. Nothing is fetched unless `download` is true. A
+    second call returns the same object, with the images decoded so far, as long as its (few) files are the same.
     """
     loaders: dict[str, Callable[[Path | None, bool], Source]] = {
         "digits": lambda _root, _download: _digits(),
@@ -71,19 +92,18 @@ def _cifar(name: str, root: Path | None, download: bool) -> Source:
     place = root or download_root()
     stock = (place / _CIFAR_FOLDERS[name]).is_dir()
     if root is not None and not stock and _has_own_layout(root, download):
-        tree = unwrap(open_tree(root))
+        tree = without_wrappers(open_tree(root))
         if any(True for _ in tree.images()):
-            return _kept(_complete(image_folder(root, name, tree), root))
+            return _cached(_complete(image_folder(root, name, tree), root))
     if stock or download:
         return _torchvision_cifar(name, place, download)
     raise _missing(name, root, f"a torchvision root (with {_CIFAR_FOLDERS[name]}/), or {LAYOUTS}")
 
 
-def _kept(source: Source) -> Source:
+def _cached(source: Source) -> Source:
     """`source` with images that are decoded once: they are small, and every run goes through all of them."""
-    return replace(
-        source, train=KeptImages(source.train), test=KeptImages(source.test) if source.test is not None else None
-    )
+    test = CachedImages(source.test) if source.test is not None else None
+    return replace(source, train=CachedImages(source.train), test=test)
 
 
 def _has_own_layout(root: Path, download: bool) -> bool:
@@ -135,7 +155,7 @@ def _tiny_imagenet(root: Path | None, download: bool) -> Source:
             "train/WNID/images/*.JPEG with val/images/ and val/val_annotations.txt, or with val/WNID/*.JPEG, as a "
             "folder or one zip",
         )
-    tree = unwrap(open_tree(found))
+    tree = without_wrappers(open_tree(found))
     annotations = tree.files.get(("val", "val_annotations.txt"))
     loose = {parts[-1]: entry for parts, entry in tree.images() if parts[:2] == ("val", "images")}
     if annotations is None or not loose:
@@ -208,3 +228,49 @@ def _missing(name: str, root: Path | None, layouts: str) -> DataError:
         f"{name} was not found {place}. Either pass --download to fetch it, or --data FOLDER to use a copy you "
         f"have: {layouts}."
     )
+
+
+def reused(key: Hashable, place: Path, read: Callable[[], Source]) -> Source:
+    """The data set that `read` returned for this key before, if the files in `place` are the same; else `read()`."""
+    current = signature(place)
+    with _lock:
+        known = _sources.get(key)
+    if known is not None and current is not None and known[0] == current:
+        return known[1]
+    source = read()
+    with _lock:
+        _sources.pop(key, None)
+        if current is not None:
+            _sources[key] = (current, source)
+        while len(_sources) > MAX_SOURCES:
+            del _sources[next(iter(_sources))]
+    return source
+
+
+def signature(place: Path) -> Signature | None:
+    """Path, inode, size and time of each file in `place`, two folders deep; None for larger trees.
+
+    To check every file of a large tree would take as long as reading the data set's layout again.
+    """
+    place = place.resolve()
+    try:
+        if place.is_file():
+            return (_file_state(str(place), place.stat()),)
+        found, folders = [], [str(place)]
+        for folder in folders:  # grows by the folders found in the first one
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir() and folder != str(place):
+                        return None
+                    if entry.is_dir():
+                        folders.append(entry.path)
+                    found.append(_file_state(entry.path, entry.stat()))
+                    if len(found) > _MAX_FILES:
+                        return None
+        return tuple(sorted(found)) or None
+    except OSError:  # missing or not readable: reading it will say so
+        return None
+
+
+def _file_state(path: str, status: os.stat_result) -> tuple[str, int, int, int]:
+    return path, status.st_ino, status.st_size, status.st_mtime_ns

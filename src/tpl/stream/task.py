@@ -1,16 +1,21 @@
-"""Tasks, and the stream that hands them over one after the other."""
+"""Tasks, the stream that hands them over one after the other, and the order in which their classes arrive."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import overload
 
 import numpy as np
 
-from tpl.stream.errors import DataError
-from tpl.stream.images import Gate, Guarded, ImageSet, concatenate, relabelled
+from tpl.errors import DataError, TplError
+from tpl.stream.images import GuardedImages, ImageSet, TrainingAccess, concatenate, relabelled
+
+ENOUGH_TO_HOLD_OUT = 5  # images of a class; one with fewer needs them all for training
+_ORDER_FORMS = '"natural", "random:SEED" or "FILE.json:ID"'
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Stream:
         )
 
     def with_validation(self, fraction: float, seed: int) -> Stream:
-        """The same stream with a held-out part of each class's training images in the place of the test sets.
+        """A stream whose test sets are a held-out part of each class's training images.
 
         Which images are held out depends on the seed, the class's name and its own images only, so neither
         the class order nor the split into tasks changes it. A class with one image keeps it for training.
@@ -85,19 +90,25 @@ class Stream:
             raise DataError(f"the validation fraction must lie between 0 and 1, not be {fraction}.")
         if seed < 0:
             raise DataError(f"the validation seed must be 0 or more, not {seed}.")
-        return Stream([_hold_out(task, fraction, seed) for task in self._tasks])
+        parts = [hold_out(task, fraction, [seed], smallest=2) for task in self._tasks]
+        return Stream(
+            [
+                replace(task, train=train, test=held if len(held) else None)
+                for task, (train, held) in zip(self._tasks, parts, strict=True)
+            ]
+        )
 
     def once(self) -> Iterator[Task]:
-        """The tasks one by one; asking for the next closes the training set of the one before for good.
+        """The tasks one by one; taking the next closes the training set of the one before for good.
 
-        Asking past the end closes the last. Test sets stay open, and so do the stream's own tasks: the
+        The end of the iteration closes the last. Test sets stay open, and so do the stream's own tasks: the
         evaluator reads those by index.
         """
         for task in self._tasks:
-            gate = Gate(task.name)
-            yield replace(task, train=Guarded(task.train, [gate]))
-            # Not in a `finally`: dropping the iterator must not close the task in hand.
-            gate.closed = True
+            access = TrainingAccess(task.name)
+            yield replace(task, train=GuardedImages(task.train, [access]))
+            # Not in a `finally`: dropping the iterator must not close the current task.
+            access.closed = True
 
 
 def split(
@@ -153,19 +164,92 @@ def _sizes(per_task: int | Sequence[int], count: int) -> list[int]:
     return sizes
 
 
-def _hold_out(task: Task, fraction: float, seed: int) -> Task:
+def hold_out(
+    task: Task, share: float, seed: Sequence[int], smallest: int = ENOUGH_TO_HOLD_OUT
+) -> tuple[ImageSet, ImageSet]:
+    """The training images of a task without a share of every class, and that share.
+
+    Classes with fewer than `smallest` images are not split. Which images are held out depends on the seed, the class's
+    name and its own images only.
+    """
+    if not 0 <= share < 1:
+        raise TplError(f"The share to hold out must be at least 0 and below 1; got {share}.")
     labels = task.train.labels
     held = np.zeros(len(labels), dtype=bool)
     for label, name in enumerate(task.classes):
         members = np.flatnonzero(labels == label)
-        take = min(max(round(fraction * len(members)), 1), len(members) - 1)
-        if take > 0:
-            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if share > 0 and len(members) >= smallest:
+            rng = np.random.default_rng([*seed, zlib.crc32(name.encode())])
+            take = min(max(round(share * len(members)), 1), len(members) - 1)
             held[rng.choice(members, size=take, replace=False)] = True
-    return replace(task, train=task.train.select(~held), test=task.train.select(held) if held.any() else None)
+    return task.train.select(~held), task.train.select(held)
+
+
+def class_counts(images: ImageSet, classes: int) -> tuple[int, ...]:
+    """How many images each of `classes` classes has."""
+    return tuple(np.bincount(images.labels, minlength=classes).tolist())
 
 
 def _refuse_repeats(names: Sequence[str], where: str) -> None:
     repeats = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeats:
         raise DataError(f"{where}: class names must be unique, but these repeat: {', '.join(repeats)}.")
+
+
+def class_order(spec: str | int, dataset: str, n: int) -> list[int]:
+    """The original class numbers of `dataset`, which has `n` classes, in order of arrival.
+
+    `spec` is "natural", "random:SEED" (a bare whole number is such a seed too), or "FILE.json:ID", where the
+    file looks like {"cifar100": {"1": [49, 98, ...]}}.
+    """
+    text = f"random:{spec}" if isinstance(spec, int) else spec.strip()
+    if text == "natural":
+        return list(range(n))
+    kind, colon, key = text.rpartition(":")
+    if not colon or not key:
+        raise DataError(f"class order {text!r} is not understood: give {_ORDER_FORMS}.")
+    if kind == "random":
+        return _random(key, n)
+    if not kind.lower().endswith(".json"):
+        raise DataError(f"class order {text!r} is not understood: give {_ORDER_FORMS}.")
+    return _from_file(Path(kind).expanduser(), key, dataset, n)
+
+
+def check_order(spec: str) -> None:
+    """Raise an error for a malformed class order or a missing file; needs no data set."""
+    kind = spec.rpartition(":")[0]
+    if not kind.lower().endswith(".json"):
+        class_order(spec, "", 1)
+    elif not Path(kind).expanduser().is_file():
+        raise DataError(f"there is no class-order file {kind}: check the path.")
+
+
+def _random(seed: str, n: int) -> list[int]:
+    if not seed.isdecimal():
+        raise DataError(f"the seed of a random class order must be a whole number, 0 or more, not {seed!r}.")
+    return [int(number) for number in np.random.default_rng(int(seed)).permutation(n)]
+
+
+def _from_file(path: Path, key: str, dataset: str, n: int) -> list[int]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"there is no class-order file {path}: check the path.") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"the class-order file {path} cannot be read as JSON: {error}") from error
+    orders = _entry(content, dataset, f"{path} has no class orders for the data set")
+    order = _entry(orders, key, f"{path} has, for {dataset}, no class order")
+    if not isinstance(order, list) or not all(type(number) is int for number in order):
+        raise DataError(f"{path}: class order {key!r} of {dataset} must be a list of whole numbers.")
+    if len(order) != n:
+        raise DataError(f"{path}: class order {key!r} of {dataset} has {len(order)} entries for {n} classes.")
+    if sorted(order) != list(range(n)):
+        raise DataError(f"{path}: class order {key!r} of {dataset} must hold each of 0 to {n - 1} exactly once.")
+    return order
+
+
+def _entry(table: object, key: str, complaint: str) -> object:
+    known = table if isinstance(table, dict) else {}
+    if key not in known:
+        raise DataError(f"{complaint} {key!r}; it has: {', '.join(sorted(known)) or 'none'}.")
+    return known[key]

@@ -11,7 +11,8 @@ imageless.py   what stands in for stored images where none may be kept
 """
 
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, within_tasks
-from tpl.methods.bank.method import ENOUGH_TO_HOLD_OUT, BankMethod, HeldOut, MemoryConfig, Seen
+from tpl.methods.bank.method import BankMethod, HeldOut, MemoryConfig, Seen
+from tpl.stream import ENOUGH_TO_HOLD_OUT
 
 __all__ = [
     "ENOUGH_TO_HOLD_OUT",

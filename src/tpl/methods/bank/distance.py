@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tpl.methods.bank.bank import Outputs
 from tpl.scores import Mahalanobis
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 
 PREFIX = "score."
 
@@ -37,4 +37,4 @@ class TaskCentres:
 
     def load_state(self, tasks: list[dict[str, Tensor]]) -> None:
         """Take up the statistics of all tasks."""
-        self.tasks = [Mahalanobis(self.shrinkage).load_state(beginning_with(PREFIX, own)) for own in tasks]
+        self.tasks = [Mahalanobis(self.shrinkage).load_state(under_prefix(PREFIX, own)) for own in tasks]

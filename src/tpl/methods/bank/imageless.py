@@ -16,7 +16,7 @@ from torch import Tensor
 from tpl.scores.encoded import EncoderSpace
 from tpl.scores.evidence import Evidence
 from tpl.scores.ratio import LOGITS, RatioConfig
-from tpl.state import beginning_with
+from tpl.store import under_prefix
 
 IMAGES, FEATURES, NONE = "images", "features", "none"
 KINDS = (IMAGES, FEATURES, NONE)
@@ -64,8 +64,8 @@ class StoredStatistics:
     def load_state(self, shared: dict[str, Tensor]) -> None:
         """Take up what `state` gave; from a model that knows nothing yet, nothing."""
         if self.space is not None:
-            self.space = EncoderSpace(self.space.shrinkage).load_state(beginning_with(SPACE, shared))
-        if sums := beginning_with(SUMS, shared):
+            self.space = EncoderSpace(self.space.shrinkage).load_state(under_prefix(SPACE, shared))
+        if sums := under_prefix(SUMS, shared):
             self.evidence.load_state(sums)
 
 

@@ -31,10 +31,9 @@ from tpl.methods.bank.training import TrainingJob, run_jobs
 from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
 from tpl.nets import Encoder
 from tpl.scores.conformal import smallest_share, unknown_scores
-from tpl.state import State, beginning_with
+from tpl.store import State, under_prefix
 from tpl.stream import Task
 
-ENOUGH_TO_HOLD_OUT = 5  # samples of a class; one with fewer needs them all
 ADAPTERS = "adapters."
 
 
@@ -391,7 +390,7 @@ class BankMethod(Method):
         device = self.compute.device
         shared = {k: v.to(device) for k, v in state.shared.items()}
         tasks = [{k: v.to(device) for k, v in own.items()} for own in state.tasks]
-        self.bank.adapters.load_state_dict(beginning_with(ADAPTERS, shared))
+        self.bank.adapters.load_state_dict(under_prefix(ADAPTERS, shared))
         self.bank.restart(shared.get("retired"))
         self.held_, self.memory_outputs_, self._held_scores = [], [], None
         for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):

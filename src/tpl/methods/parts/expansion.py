@@ -20,7 +20,7 @@ from tpl.methods.parts.head import new_rows
 from tpl.methods.parts.network import Network, NetworkConfig
 from tpl.methods.parts.rehearsal import RehearsalMethod
 from tpl.nets import Encoder
-from tpl.state import State
+from tpl.store import State
 
 HEAD = ("head_weight", "head_bias")
 

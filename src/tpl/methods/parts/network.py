@@ -17,7 +17,7 @@ from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of
 from tpl.methods.base import Method
 from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, unstacked
-from tpl.state import State
+from tpl.store import State
 from tpl.stream import Task
 
 

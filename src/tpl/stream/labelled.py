@@ -1,29 +1,37 @@
-"""Labelled images to learn or to measure on: class folders, a zip of them, a CSV list, a known data set."""
+"""Labelled images to learn or to evaluate on: class folders, a zip of them, a CSV list, a known data set."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from tpl.stream.errors import DataError
-from tpl.stream.files import FileImages, Tree, is_image_name
-from tpl.stream.images import ImageSet, relabelled
-from tpl.stream.layouts import Source, image_folder, open_tree, unwrap
+from tpl.errors import DataError
+from tpl.stream.folders import FileImages, Source, Tree, image_folder, is_image_name, open_tree, without_wrappers
+from tpl.stream.images import ImageSet, WrappedImages, in_range, relabelled
+from tpl.stream.preprocess import Shrink, in_chunks, try_load
 from tpl.stream.sources import load_source
+from tpl.stream.task import class_counts
 
 # What the first line of a CSV may call its columns.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "class_name", "category", "name")
+# Memory for shrunk images: about 3 500 of them at 224 x 224. The others are decoded again when needed.
+MAX_SHRUNK_BYTES = 1 << 29
+
+Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images with classes by name. `skipped` says what was left out without opening it, and why."""
+    """Images and the names of their classes. `skipped` says what was left out without opening it, and why."""
 
     origin: str
     images: ImageSet
@@ -33,8 +41,7 @@ class Labelled:
     @property
     def counts(self) -> dict[str, int]:
         """Images of each class."""
-        number = np.bincount(self.images.labels, minlength=len(self.class_names)).tolist()
-        return dict(zip(self.class_names, number, strict=True))
+        return dict(zip(self.class_names, class_counts(self.images, len(self.class_names)), strict=True))
 
     def only(self, names: Sequence[str]) -> Labelled:
         """The images of these classes, in the classes' own order."""
@@ -45,7 +52,7 @@ class Labelled:
         return self._chosen([label for label, name in enumerate(self.class_names) if name in names])
 
     def with_images(self, images: ImageSet) -> Labelled:
-        """The same classes with other images; classes that have none left are dropped."""
+        """These classes with other images; classes that have none left are dropped."""
         fewer = replace(self, images=images)
         return fewer._chosen([label for label, count in enumerate(fewer.counts.values()) if count])
 
@@ -60,9 +67,9 @@ class Labelled:
 def labelled_images(
     place: Path | None, data: str | None = None, download: bool = False, testing: bool = False
 ) -> Labelled:
-    """What `place` holds: class folders, a zip of them, or a CSV of path,label; or the known data set `data`.
+    """The images in `place`: class folders, a zip of them, or a CSV of path,label; or those of the data set `data`.
 
-    Of a data set with a training and a test part, `testing` decides which is given; one without parts is given
+    Of a data set with a training and a test part, `testing` chooses the test part; one without parts is returned
     whole either way.
     """
     if data is not None:
@@ -73,7 +80,7 @@ def labelled_images(
     place = place.expanduser()
     if place.is_file() and not _is_zip(place):
         return _from_csv(place)
-    tree = unwrap(open_tree(place))
+    tree = without_wrappers(open_tree(place))
     _explain_if_unusable(place, tree)
     return _part(image_folder(place, place.stem, tree), str(place), testing)
 
@@ -94,7 +101,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _explain_if_unusable(place: Path, tree: Tree) -> None:
-    """Say why nothing can be learned here, and what would do; silent where a class folder holds an image."""
+    """Raise an error that says what is missing, unless a class folder holds an image."""
     depths = Counter(min(len(parts), 2) for parts, _ in tree.images())
     if depths[2]:
         return
@@ -184,5 +191,48 @@ def _header(row: list[str]) -> tuple[int, int] | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Some names in a sentence."""
+    """Names for a sentence, the first twelve of many."""
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])} and {len(names) - 12} more"
+
+
+def readable(
+    images: ImageSet, shrink: Shrink, progress: Callable[[int], None] | None = None
+) -> tuple[ImageSet, list[str]]:
+    """Read all images once, before any training: the readable ones, shrunk, and the reasons for the others.
+
+    `shrink` makes an image as small as the encoder allows. `progress` is called with the number of images read since
+    its last call.
+    """
+
+    def read(chunk: range) -> list[Pixels | str]:
+        loaded = [try_load(images, index, shrink) for index in chunk]
+        return [image if isinstance(image, str) else np.array(image) for image in loaded]
+
+    good: list[int] = []
+    shrunk: list[Pixels | None] = []
+    problems: list[str] = []
+    taken = 0
+    with closing(in_chunks(read, len(images))) as chunks:
+        for chunk in chunks:
+            for index, found in enumerate(chunk, start=len(good) + len(problems)):
+                if isinstance(found, str):
+                    problems.append(found)
+                    continue
+                good.append(index)
+                taken += found.nbytes
+                shrunk.append(found if taken <= MAX_SHRUNK_BYTES else None)
+            if progress is not None:
+                progress(len(chunk))
+    return _ShrunkImages(images.select(good), shrunk, shrink), problems
+
+
+class _ShrunkImages(WrappedImages):
+    """Images of another set in their shrunk form, held in memory where there was room."""
+
+    def __init__(self, images: ImageSet, shrunk: list[Pixels | None], shrink: Shrink) -> None:
+        super().__init__(images)
+        self._shrunk, self._shrink = shrunk, shrink
+
+    def load(self, index: int) -> Image.Image:
+        pixels = self._shrunk[in_range(index, len(self))]
+        return self._shrink(self._images.load(index)) if pixels is None else Image.fromarray(pixels)
