@@ -47,6 +47,7 @@ def write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner
         "benchmark": spec.benchmark,
         "method": spec.method,
         "options": spec.all_options(),
+        "benchmark_options": spec.benchmark_options(),  # those of them that the benchmark set
         "seed": spec.seed,
         "order": spec.order,
         "classes": [list(task.classes) for task in stream],
@@ -60,7 +61,8 @@ def write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner
     file = out / "run.json"
     if file.exists():
         before = {"held_out": 0.0} | json.loads(file.read_text(encoding="utf-8"))  # early runs held nothing out
-        differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
+        compared = what.keys() - {"benchmark_options"}  # early runs do not have them; `options` says what was run
+        differing = [k for k in what if k in compared and before.get(k) != json.loads(json.dumps(what[k]))]
         if differing:
             raise RunError(f"{out} was started with other settings ({', '.join(differing)}); it cannot be resumed so.")
         return

@@ -1,6 +1,7 @@
 """A run: one method on one benchmark, in a directory that tells everything and can be resumed.
 
-run.json        what was run: benchmark, method, options, seed, class order, encoder and data hashes, machine
+run.json        what was run: benchmark, method, options (and which of them the benchmark set), seed, class order,
+                encoder and data hashes, machine
 events.jsonl    what happened, one event a line
 stages/000.json accuracies after task 0, and so on
 model/          the model directory after the newest task
