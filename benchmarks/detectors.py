@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tpl.bench.environment import describe_environment
+from tpl.bench.results import describe_environment
 from tpl.scores import DETECTORS
 
 IMAGES, TASKS, CLASSES, DIM, TRAINED, STORED = 10_000, 10, 10, 192, 5_000, 200

@@ -20,7 +20,7 @@ import onnxruntime
 import torch
 
 from tpl import Learner
-from tpl.bench.environment import describe_environment
+from tpl.bench.results import describe_environment
 from tpl.export.compare import compare
 from tpl.export.file import export_onnx
 from tpl.export.ready import PRECISIONS

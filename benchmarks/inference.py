@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpl.bench.environment import describe_environment
+from tpl.bench.results import describe_environment
 from tpl.engine import choose_compute
 from tpl.methods.bank import Query
 from tpl.methods.bank import bank as bank_module

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from tpl import Learner, Task
-from tpl.bench.environment import describe_environment
+from tpl.bench.results import describe_environment
 from tpl.stream import load_source, split
 
 UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tpl.bench.environment import describe_environment
+from tpl.bench.results import describe_environment
 from tpl.engine import Compute, Feed, RecordedStep, Samples, Step, choose_compute
 from tpl.methods.bank.training import BankObjective
 from tpl.methods.tpl import TPL, TPLConfig

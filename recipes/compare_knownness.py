@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from tpl import Learner
-from tpl.bench.environment import describe_environment
 from tpl.bench.metrics import auroc
+from tpl.bench.results import describe_environment
 from tpl.methods.tpl import TPL
 from tpl.scores.conformal import unknown_scores
 from tpl.stream import load_source, split

@@ -105,6 +105,7 @@ def test_the_description_says_what_was_run(whole: Whole) -> None:
     assert (run["benchmark"], run["method"], run["seed"], run["order"]) == ("digits-5t", "tpl", 0, "natural")
     assert run["options"] == SPEC.all_options()
     assert run["options"] | OPTIONS == run["options"]
+    assert run["benchmark_options"] == {"lr": 0.05}  # all else that digits-5t sets was given
     assert run["classes"] == [["0", "1"], ["2", "3"]]
     assert run["encoder"] == {"name": SMALL_VIT, "sha256": create_encoder(SMALL_VIT).sha256}
     assert run["test_images"] == [len(task.test or ()) for task in SPEC.stream()]
@@ -325,6 +326,26 @@ def test_the_papers_small_memory_has_a_name() -> None:
     assert RunSpec("c10-5t", options={"memory": "small"}).all_options()["memory"] == 100
     with pytest.raises(TplError, match="no small memory for digits-5t"):
         RunSpec("digits-5t", options={"memory": "small"}).all_options()
+
+
+def test_what_a_benchmark_sets_depends_on_method_and_encoder() -> None:
+    scratch = RunSpec("c100-10t", encoder="resnet18", options={"memory": "small", "epochs": "3"})
+    found = scratch.benchmark_options()
+    assert found["lr"] == 0.05 and found["schedule"] == "cosine" and not {"memory", "epochs"} & set(found)
+    assert found.items() <= scratch.all_options().items()
+    note = scratch.benchmark_note()
+    assert note.startswith("c100-10t with resnet18 sets for tpl: lr=0.05, batch_size=64, ")
+    assert "nesterov=true" in note and note.endswith(" (change with --set)")
+    assert RunSpec("c100-10t", "slda").benchmark_note() == ""  # it has none of these options
+    assert "lr" not in RunSpec("c100-10t", "l2p").benchmark_options()  # not meant for its optimiser
+
+
+def test_a_run_made_before_the_benchmarks_options_were_stored_is_resumed(interrupted: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    description = read(place / "run.json")
+    del description["benchmark_options"]
+    (place / "run.json").write_text(json.dumps(description), encoding="utf-8")
+    assert "benchmark_options" not in execute(SPEC, place, resume=True).description
 
 
 def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:

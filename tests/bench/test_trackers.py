@@ -12,8 +12,17 @@ from tpl import TplError
 from tpl.bench import trackers
 from tpl.bench.engines import Job
 from tpl.bench.run import RunSpec, execute
-from tpl.bench.trackers import TRACKERS, TrackedRun, Tracker, Tracking, check_trackers, epochs_of, flat
-from tpl.bench.trackers.base import LOSS, Numbers
+from tpl.bench.trackers import (
+    LOSS,
+    TRACKERS,
+    Numbers,
+    TrackedRun,
+    Tracker,
+    Tracking,
+    check_trackers,
+    epochs_of,
+    flat,
+)
 from tpl.engine import Event
 
 

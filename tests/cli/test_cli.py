@@ -24,7 +24,7 @@ from tpl.bench import demo
 from tpl.bench.ablate import VARIANTS
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec
-from tpl.engine import Event
+from tpl.engine import Event, Listener
 from tpl.methods import load_methods
 from tpl.scores import DETECTORS
 
@@ -168,6 +168,21 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     result = call("run", "digits-5t", "--out", tmp_path / "here")
     assert result.exit_code == 130
     assert "--resume" in result.stderr and result.stdout == ""
+
+
+def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(specs: list[RunSpec], places: list[Path], resume: bool, listen: Listener, _: object) -> None:
+        for _spec in specs:
+            listen(Event("run", {"images": [1], "learned": 0, "method": "one of them"}))
+        raise TplError("no more is run")
+
+    monkeypatch.setattr("tpl.bench.run.execute_together", execute)
+    arguments = ["run", "digits-5t", "--method", "tpl,joint", "--order", "natural,random:1", "--epochs", "2"]
+    assert call(*arguments, "--out", tmp_path).stderr.splitlines() == [
+        "digits-5t with compact sets for tpl: latent=32, lr=0.05, memory=200, batch_size=16 (change with --set)",
+        "digits-5t with compact sets for joint: latent=32, lr=0.03, batch_size=16 (change with --set)",
+    ]
+    assert call(*arguments, "--out", tmp_path, "--json").stderr == ""
 
 
 def test_report_puts_runs_on_a_page(tiny: tuple[Path, Result], joint_run: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tpl import TplError, cli
 from tpl.bench.engines import ENGINES, JobEvent
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, data_hashes
-from tpl.bench.suite_state import RunState
+from tpl.bench.suite_run import RunState
 from tpl.cli.suite_view import SuiteView, seconds_left
 from tpl.nets.compact import record
 

@@ -16,6 +16,14 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 
 
+def matrix_of(rows: Sequence[Sequence[float]]) -> Matrix:
+    """The accuracy matrix with these rows, one a stage and each one entry longer than the one before."""
+    matrix = np.full((len(rows), len(rows)), np.nan)
+    for stage, row in enumerate(rows):
+        matrix[stage, : len(row)] = row
+    return matrix
+
+
 def accuracy_so_far(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
     """A^(<=t): share of correctly classified images among the test images of tasks 0..t, per stage.
 

@@ -1,19 +1,31 @@
-"""What a run measured: matrices, metrics, times and sizes, read from and written to its directory."""
+"""What a run directory holds: the numbers of every stage, the result, the machine, and who works in it.
+
+Imports no torch: finished runs are listed and compared in a second.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import platform
+import socket
+import subprocess
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tpl._version import __version__
 from tpl.bench import metrics
-from tpl.bench.metrics import Matrix
+from tpl.bench.metrics import Matrix, matrix_of
 from tpl.errors import TplError
-from tpl.files import replace_atomically
+from tpl.store import ModelStore, replace_atomically
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("cil", "til", "tp")
 DETAILS = ("task_confusion", "class_accuracy")
@@ -26,17 +38,17 @@ class RunResult:
     description: dict[str, Any]  # run.json
     summary: dict[str, Any]
     matrices: dict[str, Matrix]
-    # Runs made before these were recorded have neither.
-    task_confusion: list[list[int]] | None = None  # test images of each task taken for each task, at the end
-    class_accuracy: list[list[float | None]] | None = None  # of every class so far, a row a stage
+    # None for runs made before these were recorded.
+    task_confusion: list[list[int]] | None = None  # test images by true task and predicted task, at the end
+    class_accuracy: list[list[float | None]] | None = None  # one row a stage, one entry for each class so far
 
     @property
     def sizes(self) -> list[int]:
-        """Test images per task."""
+        """Number of test images per task."""
         return list(self.description["test_images"])
 
     def against(self, joint: RunResult) -> dict[str, float]:
-        """The paper's rectified forgetting, against a joint run over the same tasks."""
+        """The paper's rectified forgetting, relative to a joint run over the same tasks."""
         for key, what in (("classes", "tasks"), ("data", "images"), ("validation", "held-out images")):
             if joint.description[key] != self.description[key]:
                 raise TplError(f"Rectified forgetting compares runs over the same {what}; these differ in theirs.")
@@ -47,7 +59,7 @@ class RunResult:
         }
 
     def write(self, out: Path) -> None:
-        """results.json and one CSV per matrix."""
+        """Write results.json and one CSV per matrix."""
         for kind, matrix in self.matrices.items():
             with (out / f"{kind}.csv").open("w", newline="", encoding="utf-8") as stream:
                 writer = csv.writer(stream)
@@ -61,18 +73,28 @@ class RunResult:
 
     @classmethod
     def read(cls, out: Path) -> RunResult:
-        """The result of a finished run."""
+        """Read the result of a finished run."""
         try:
             description = json.loads((out / "run.json").read_text(encoding="utf-8"))
             content = json.loads((out / "results.json").read_text(encoding="utf-8"))
-            matrices = {kind: _square(rows) for kind, rows in content["matrices"].items()}
+            matrices = {kind: matrix_of(rows) for kind, rows in content["matrices"].items()}
             return cls(description, content["summary"], matrices, **{key: content.get(key) for key in DETAILS})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TplError(f"{out} holds no finished run ({error}).") from error
 
 
+def stage_file(out: Path, stage: int) -> Path:
+    """The file with the numbers of a stage."""
+    return out / "stages" / f"{stage:03d}.json"
+
+
+def write_stage(out: Path, stage: int, content: dict[str, Any]) -> None:
+    """Write the numbers of a stage, atomically."""
+    replace_atomically(stage_file(out, stage), json.dumps(content, indent=2) + "\n")
+
+
 def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
-    """The numbers of a run's summary as they stand after a stage, those that there are."""
+    """The finite numbers of a run's summary after a stage."""
     summary = summarise(out, stage + 1).summary
     keys = ("last", "aia", "til", "tp", "forgetting_classic", "memory_images", "parameters", "seconds_per_task")
     found = {key: summary[key] for key in keys} | (summary["detection"] or {})
@@ -80,11 +102,11 @@ def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
 
 
 def summarise(out: Path, upto: int | None = None) -> RunResult:
-    """Put the stages of a run together, or the first few."""
+    """The result of all stages of a run, or of the first `upto`."""
     description = json.loads((out / "run.json").read_text(encoding="utf-8"))
     files = sorted((out / "stages").glob("*.json"))[:upto]
     stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    matrices = {kind: _square([stage[kind] for stage in stages]) for kind in KINDS}
+    matrices = {kind: matrix_of([stage[kind] for stage in stages]) for kind in KINDS}
     sizes = description["test_images"]
     learning = [stage["seconds_learning"] for stage in stages]
     evaluation = [stage["seconds_evaluation"] for stage in stages]
@@ -107,12 +129,12 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "network_bytes": 4 * final["parameters"],  # float32
         "network_and_memory_bytes": 4 * final["parameters"] + final["memory_bytes"],
         "capacity": final["capacity"],
-        "together": final.get("together", 1),  # runs that were trained side by side
+        "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
     }
     classes = [stage.get("class_accuracy") for stage in stages]
-    known = None if None in classes else classes  # the first stages may be older than this record
+    known = None if None in classes else classes  # a resumed run may have stages that did not record it
     return RunResult(description, summary, matrices, final.get("task_confusion"), known)
 
 
@@ -121,13 +143,68 @@ def _largest(values: list[float | None]) -> float | None:
 
 
 def _rate(trained: list[dict[str, Any]]) -> float | None:
-    """Images through forward and backward pass a second, all runs that were trained side by side taken together."""
+    """Training images (forward and backward) per second, summed over the runs that were trained side by side."""
     seconds = sum(stage.get("seconds", 0.0) for stage in trained)
     return sum(stage["images"] for stage in trained if stage) / seconds if seconds else None
 
 
-def _square(rows: list[list[float]]) -> Matrix:
-    matrix = np.full((len(rows), len(rows)), np.nan)
-    for t, row in enumerate(rows):
-        matrix[t, : len(row)] = row
-    return matrix
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions behind a number: device, packages and, in a git checkout, the commit."""
+    import torch
+
+    from tpl.engine import current
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "tpl": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.system(),
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+        "processes": current().size,
+        **{package: _version(package) for package in ("torch", "torchvision", "timm", "numpy", "scikit-learn")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked if files differ from it; without a checkout, the value of TPL_COMMIT or None."""
+    here = Path(__file__).parent
+    try:
+        head = _git(here, "rev-parse", "HEAD")
+        changed = _git(here, "status", "--porcelain", "--", ".")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("TPL_COMMIT")  # a copy of the sources on a machine without their history
+    return head + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def is_held(place: Path) -> bool:
+    """Whether a process works in a run directory; on another machine, whether it has not signed off."""
+    try:
+        holder = json.loads(ModelStore(place / "model").holder_file.read_text(encoding="utf-8"))
+        return holder["host"] != socket.gethostname() or is_alive(int(holder["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process with this id exists on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's process
+    return True

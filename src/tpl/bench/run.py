@@ -1,6 +1,7 @@
-"""A run: one method on one benchmark, in a directory that tells everything and can be resumed.
+"""A run: one method on one benchmark, in a directory that records everything and from which it can be resumed.
 
-run.json        what was run: benchmark, method, options, seed, class order, encoder and data hashes, machine
+run.json        what was run: benchmark, method, options (and which of them the benchmark set), seed, class order,
+                encoder and data hashes, machine
 events.jsonl    what happened, one event a line
 stages/000.json accuracies after task 0, and so on
 model/          the model directory after the newest task
@@ -19,25 +20,28 @@ from pathlib import Path
 from typing import Any, Self
 
 from tpl.bench.benchmarks import find_benchmark
-from tpl.bench.environment import describe_environment
 from tpl.bench.evaluate import Evaluator
-from tpl.bench.files import EventLog, RunError, data_hashes, stage_file, write_description, write_stage
-from tpl.bench.results import RunResult, numbers_so_far, summarise
+from tpl.bench.results import RunResult, describe_environment, numbers_so_far, stage_file, summarise, write_stage
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
+from tpl.errors import TplError
 from tpl.learner import Learner, learn_side_by_side
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore
-from tpl.stream import Stream, Task
+from tpl.store import ModelStore, replace_atomically
+from tpl.stream import Stream, Task, fingerprint
 
 __all__ = ["RunError", "RunSpec", "data_hashes", "execute", "execute_together"]
+
+
+class RunError(TplError):
+    """A run cannot start or go on."""
 
 
 def execute(
     spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent, track: Sequence[str] = ()
 ) -> RunResult:
-    """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
+    """Run `spec` in the directory `out`; an interrupted run continues after its last finished task."""
     return execute_together([spec], [out], resume, listen, track)[0]
 
 
@@ -48,11 +52,11 @@ def execute_together(
     listen: Listener = silent,
     track: Sequence[str] = (),
 ) -> list[RunResult]:
-    """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
+    """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
-    Every run has a directory of its own, as if it had run alone. `listen` hears all runs, of several with their labels;
-    `track` names trackers (see `tpl.bench.trackers`), which hear every run. Of several processes, all train, and the
-    first one does the rest.
+    Every run has its own directory, as if it had run alone. `listen` gets the events of all runs, with labels if there
+    are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all train, and
+    the first one does everything else.
     """
     check_trackers(track)
     for spec in specs:
@@ -92,7 +96,7 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
 
 
 class OpenRun:
-    """A run in progress: its stream, its learner, and the files that tell of it."""
+    """A run in progress: its stream, its learner and its files."""
 
     learner: Learner
     tell: Listener
@@ -104,31 +108,31 @@ class OpenRun:
         if not current().alone:
             self.learner.method.check_splits()
         self.store = ModelStore(out / "model")
-        self.learned = 0  # tasks that an earlier process has learned
+        self.learned = 0  # number of tasks that an earlier process has learned
         self.trained: dict[str, Any] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opening:
             opening.enter_context(self.store.writing())
-            write_description(self.spec, self.out, self.stream, self.learner)
+            _write_description(self.spec, self.out, self.stream, self.learner)
             self._open = opening.pop_all()
         return self
 
     def __exit__(self, *problem: object) -> None:
         self._open.close()
-        # Networks and test images may fill a GPU: they go now, not when the last name for this run goes.
+        # Networks and test images may fill a GPU: free them now, not with the last reference to this run.
         for name in ("learner", "evaluator", "tell"):
             self.__dict__.pop(name, None)
         gc.collect()
 
     @property
     def finished(self) -> bool:
-        """Whether all is done."""
+        """Whether the run has its results."""
         return (self.out / "results.json").exists()
 
     def check_directory(self, resume: bool) -> None:
-        """Make the run's directory, unless another run is there."""
+        """Create the run's directory; refuse one that holds a run, unless that is to be resumed."""
         if (self.out / "run.json").exists() and not resume:
             raise RunError(
                 f"{self.out} already holds a run. Continue it with --resume, or choose another place with --out."
@@ -139,7 +143,7 @@ class OpenRun:
             raise RunError(f"{self.out} cannot be made: {error}.") from error
 
     def take_up(self) -> None:
-        """Know what an earlier process has learned."""
+        """Load what an earlier process has learned."""
         spec = self.spec
         self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
         if self.learned:
@@ -147,7 +151,7 @@ class OpenRun:
         self.tasks = enumerate(self.stream.once())
 
     def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
-        """Take up what an earlier process has learned, and tell what is to be done."""
+        """Load what an earlier process has learned, open the event log, and emit the first event."""
         self.take_up()
         spec = self.spec
         self.learner.method.compute.forget_peak_memory()
@@ -171,25 +175,25 @@ class OpenRun:
         _warn_about_leaks(spec, tell)
 
     def _tracked(self, events: Path) -> TrackedRun:
-        """What trackers are told of this run before it begins."""
+        """What trackers know of this run before it begins."""
         description = json.loads((self.out / "run.json").read_text(encoding="utf-8"))
         lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
         return TrackedRun(self.out, flat(description), self.learned, epochs_of(lines, self.learned), bool(lines))
 
     def next_task(self) -> Task:
-        """The task of the next stage; a cumulative method gets all tasks up to it in one."""
+        """The task of the next stage; for a cumulative method, the union of all tasks up to it."""
         stage, task = next(self.tasks)
         return self.stream.union(stage) if self.learner.method.cumulative else task
 
     def keep(self, stage: int, seconds: float, together: int) -> None:
-        """Write down what was learned: `seconds` is this run's share of the time of `together` runs."""
+        """Save what was learned; `seconds` is this run's share of the time that `together` runs took."""
         content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
-        # Before the commit: what the model holds, a stage file tells of, whenever the run is cut short.
+        # Before the model's commit: whenever the run is interrupted, every task in the model has its stage file.
         write_stage(self.out, stage, content)
         self.learner.save(self.store.path)
 
     def evaluate(self, stage: int) -> None:
-        """Measure, unless that was done before the run was interrupted."""
+        """Measure a stage, unless that was done before the run was interrupted."""
         content = json.loads(stage_file(self.out, stage).read_text(encoding="utf-8"))
         if "cil" in content:
             return
@@ -207,7 +211,7 @@ class OpenRun:
         self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
 
     def result(self) -> RunResult:
-        """The numbers of the finished run."""
+        """The result of the finished run; it is written if it is not there yet."""
         if self.finished:
             return RunResult.read(self.out)
         result = summarise(self.out)
@@ -216,7 +220,7 @@ class OpenRun:
 
 
 class FollowedRun(OpenRun):
-    """A run in a process that trains along with the first one, which keeps the files, measures and tells."""
+    """A run in one of several processes that train together: the first one writes files, measures and emits events."""
 
     tell = staticmethod(silent)
 
@@ -224,25 +228,25 @@ class FollowedRun(OpenRun):
         return self
 
     def check_directory(self, resume: bool) -> None:
-        """The first process has."""
+        """Done by the first process."""
 
     def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
-        """Take up what an earlier process has learned."""
+        """Load what an earlier process has learned."""
         self.take_up()
 
     def keep(self, stage: int, seconds: float, together: int) -> None:
-        """The first process does."""
+        """Done by the first process."""
 
     def evaluate(self, stage: int) -> None:
-        """The first process does, with the same network."""
+        """Done by the first process, with the same network."""
 
     def result(self) -> RunResult:
-        """What the first process has written."""
+        """The result that the first process has written."""
         return RunResult.read(self.out)
 
 
 def _labels(specs: Sequence[RunSpec], places: Sequence[Path]) -> list[RunLabel]:
-    """What sets runs side by side apart: their methods, their class orders, or else their directories' names."""
+    """Labels for runs side by side: by method and class order where these differ, else by directory name."""
     count = len(specs)
     if count == 1:
         return [RunLabel()]
@@ -254,7 +258,7 @@ def _labels(specs: Sequence[RunSpec], places: Sequence[Path]) -> list[RunLabel]:
 
 
 def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: int) -> dict[str, Any]:
-    """What this process is about to do, and where."""
+    """The content of the `run` event: what this process is about to do, and where."""
     images = [len(task.train) for task in stream]
     if learner.method.cumulative:
         images = [sum(images[: t + 1]) for t in range(len(images))]
@@ -267,3 +271,58 @@ def _warn_about_leaks(spec: RunSpec, tell: Listener) -> None:
     if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
         text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
         tell(Event("warning", {"text": text}))
+
+
+class EventLog:
+    """An event callback that appends events to a file, one JSON object a line, and passes them on."""
+
+    def __init__(self, file: Path, listen: Listener) -> None:
+        self.file, self.listen = file, listen
+
+    def __enter__(self) -> Listener:
+        self.stream = self.file.open("a", encoding="utf-8")
+        return self._write
+
+    def __exit__(self, *problem: object) -> None:
+        self.stream.close()
+
+    def _write(self, event: Event) -> None:
+        if event.kind != "prepare":  # many, and of no interest afterwards
+            self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
+            self.stream.flush()
+        self.listen(event)
+
+
+def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner) -> None:
+    """Write run.json, or check that a run to be resumed has these settings."""
+    encoder = learner.method.encoder
+    what = {
+        "benchmark": spec.benchmark,
+        "method": spec.method,
+        "options": spec.all_options(),
+        "benchmark_options": spec.benchmark_options(),  # those of them that the benchmark set
+        "seed": spec.seed,
+        "order": spec.order,
+        "classes": [list(task.classes) for task in stream],
+        "test_images": [len(task.test) if task.test is not None else 0 for task in stream],
+        "validation": spec.validation,
+        "held_out": spec.held_out,
+        "encoder": {"name": encoder.name, "sha256": encoder.sha256},
+        "data": data_hashes(stream),
+        "precision": "bf16" if learner.method.compute.bf16 else "fp32",
+    }
+    file = out / "run.json"
+    if file.exists():
+        before = {"held_out": 0.0} | json.loads(file.read_text(encoding="utf-8"))  # earlier versions held nothing out
+        before["benchmark_options"] = what["benchmark_options"]  # not in older files; `options` says what was run
+        differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
+        if differing:
+            raise RunError(f"{out} was started with other settings ({', '.join(differing)}); it cannot be resumed so.")
+        return
+    what["environment"] = describe_environment(learner.method.compute.device)
+    replace_atomically(file, json.dumps(what, indent=2) + "\n")
+
+
+def data_hashes(stream: Stream) -> dict[str, str]:
+    """Hashes of the training and of the test images of all tasks."""
+    return {"train": fingerprint([t.train for t in stream]), "test": fingerprint([t.test for t in stream])}

@@ -44,18 +44,22 @@ class RunSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def all_options(self) -> dict[str, Any]:
-        """The benchmark's options for this method and encoder, overridden by those given."""
-        method = find_method(self.method)
-        config = method.config_class
-        fields = {f.name for f in dataclasses.fields(config)}
-        benchmark = self._benchmark()
-        prescribed = benchmark.prescribed(self.method, pretrained=not is_resnet(self.encoder))
-        if method.own_rate:
-            prescribed.pop("lr", None)
-        merged = {k: v for k, v in prescribed.items() if k in fields} | self.options
+        """Every option of the method: its own defaults, replaced by the benchmark's, replaced by those given."""
+        merged = self._prescribed() | self.options
         if merged.get("memory") == SMALL:
-            merged["memory"] = benchmark.smaller_memory()
-        return config.parse(merged).to_dict()
+            merged["memory"] = self._benchmark().smaller_memory()
+        return find_method(self.method).config_class.parse(merged).to_dict()
+
+    def benchmark_options(self) -> dict[str, Any]:
+        """The options that the benchmark sets for this method and encoder; those that were given are left out."""
+        options = self.all_options()
+        return {name: options[name] for name in self._prescribed() if name not in self.options}
+
+    def benchmark_note(self) -> str:
+        """One line that names the options set by the benchmark, as `--set` takes them; empty if there are none."""
+        found = [f"{name}={_as_typed(value)}" for name, value in self.benchmark_options().items()]
+        where = f"{self.benchmark} with {self.encoder} sets for {self.method}"
+        return f"{where}: {', '.join(found)} (change with --set)" if found else ""
 
     def check(self) -> None:
         """Refuse what can be refused before any data is read."""
@@ -93,5 +97,18 @@ class RunSpec:
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")
 
+    def _prescribed(self) -> dict[str, Any]:
+        """The benchmark's options for this method and encoder, those that the method has."""
+        method = find_method(self.method)
+        prescribed = self._benchmark().prescribed(self.method, pretrained=not is_resnet(self.encoder))
+        if method.own_rate:
+            prescribed.pop("lr", None)
+        known = {field.name for field in dataclasses.fields(method.config_class)}
+        return {name: value for name, value in prescribed.items() if name in known}
+
     def _benchmark(self) -> Benchmark:
         return find_benchmark(self.benchmark)
+
+
+def _as_typed(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -41,6 +41,10 @@ from tpl.cli.app import (
     separate,
     trackers,
 )
+
+if TYPE_CHECKING:
+    from tpl.bench.run import RunSpec
+    from tpl.engine import Event, Listener
 
 
 @app.command()
@@ -180,7 +184,8 @@ def run(
     with joined(device) as processes:
         try:
             with run_progress(err, as_json) as progress:  # of several processes, the first one alone hears events
-                results = execute_together(specs, places, resume, progress, trackers(track))
+                listen = progress if as_json else _with_notes(specs, progress)
+                results = execute_together(specs, places, resume, listen, trackers(track))
         except KeyboardInterrupt:
             where = escape(", ".join(map(str, places)))
             if processes.leads:
@@ -205,6 +210,18 @@ def run(
     out.print(rich_table(summary_rows(runs, "joint" if joint else None), width=out.width))
     for place in places:
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
+
+
+def _with_notes(specs: list[RunSpec], listen: Listener) -> Listener:
+    """Print what the benchmark sets when the first run begins: one that cannot begin prints its error alone."""
+    notes = [note for note in dict.fromkeys(spec.benchmark_note() for spec in specs) if note]
+
+    def on_event(event: Event) -> None:
+        while notes and event.kind == "run":
+            err.print(notes.pop(0), markup=False, highlight=False, soft_wrap=True)
+        listen(event)
+
+    return on_event
 
 
 @app.command()

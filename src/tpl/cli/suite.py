@@ -39,7 +39,7 @@ from tpl.cli.app import (
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
-    from tpl.bench.suite_state import RunState
+    from tpl.bench.suite_run import RunState
 
 STATUS = "status"
 
@@ -195,7 +195,7 @@ def _run(
 
 def _status(place: Path | None, as_json: bool) -> None:
     """Print where the runs of a directory stand."""
-    from tpl.bench.suite_state import read_states
+    from tpl.bench.suite_run import read_states
     from tpl.cli.suite_view import counts_line, state_table
 
     if place is None:

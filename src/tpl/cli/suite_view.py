@@ -19,7 +19,7 @@ from tpl.lines import ProgressLines, duration
 
 if TYPE_CHECKING:
     from tpl.bench.engines import JobEvent
-    from tpl.bench.suite_state import RunState
+    from tpl.bench.suite_run import RunState
     from tpl.engine import RunLabel
 
 STYLES = {"finished": "green", "running": "bold", "failed": "red", "interrupted": "yellow", "waiting": "dim"}

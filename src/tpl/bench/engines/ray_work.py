@@ -132,7 +132,7 @@ def _directory(job: Job, away: bool, errand: Errand) -> Iterator[Path]:
 
 def _sweep(root: Path) -> None:
     """Remove what killed workers of this machine have left."""
-    from tpl.bench.suite_state import is_alive
+    from tpl.bench.results import is_alive
 
     for left in root.glob(f"{socket.gethostname()}-*"):
         pid = left.name.rpartition("-")[2]
