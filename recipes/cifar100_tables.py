@@ -20,9 +20,8 @@ from typing import Any
 
 from tpl.bench.paper import find_rows
 from tpl.bench.results import RunResult
-from tpl.report.find import find_runs
-from tpl.report.ranking import Ranking, ranking_of
-from tpl.report.scenes import scenes_of
+from tpl.report.find import find_runs, group_runs
+from tpl.report.paper import Ranking, ranking_of
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results/c100"
@@ -270,8 +269,8 @@ def study_table() -> list[str]:
 
 def baselines_ranking() -> Ranking:
     """Our order of the baselines, the family among them, against the paper's."""
-    (scene,) = scenes_of(find_runs([BASELINES]).runs)
-    found = ranking_of(scene)
+    (experiment,) = group_runs(find_runs([BASELINES]).runs)
+    found = ranking_of(experiment)
     assert found is not None
     return found
 
@@ -387,7 +386,7 @@ def main() -> None:
             wrong.append(name)
         elif after != before:
             page.write_text(after, encoding="utf-8")
-    print(baselines_ranking().words)
+    print(baselines_ranking().sentence)
     if wrong:
         sys.exit(f"{', '.join(wrong)}: not what the runs say. Run this without --check.")
 

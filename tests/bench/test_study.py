@@ -14,7 +14,7 @@ from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec
 from tpl.bench.study import ALL, line_through, study
 from tpl.errors import TplError
-from tpl.report.correlation import draw_correlation
+from tpl.report.pictures import draw_correlation
 from tpl.scores import DETECTORS
 
 OPTIONS = {"latent": 16, "epochs": 1, "batch_size": 32, "memory": 40}

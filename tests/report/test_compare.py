@@ -10,7 +10,7 @@ from scipy import stats
 
 from tpl.bench.results import RunResult
 from tpl.report import compare
-from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE, Comparison, comparison_sheet
+from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE, Comparison, comparison_table
 
 
 def moved(before: list[RunResult], now: list[RunResult]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_less_forgetting_is_better_and_noise_is_noise() -> None:
     found = moved(before, now)
     assert found["forgetting_classic"].mean < 0 and found["forgetting_classic"].verdict == BETTER
     assert found["auroc"].verdict == NOISE and found["auroc"].mean == 0
-    shown = {row[2].text: row[5].text for row in comparison_sheet(Comparison(tuple(found.values()), (), ())).rows}
+    shown = {row[2].text: row[5].text for row in comparison_table(Comparison(tuple(found.values()), (), ())).rows}
     assert shown["AUROC"] == "0.00" and shown["Last"].startswith("+") and shown["Classic"].startswith("\N{MINUS SIGN}")
     wobble = [
         in_order("tpl", n, level + d) for n, (level, d) in enumerate(zip(LEVELS, (0.03, -0.02, 0.01), strict=True))
@@ -63,7 +63,7 @@ def test_only_the_same_tasks_images_and_seeds_are_pairs() -> None:
         in_order("tpl", 0, 0.9, validation=0.2),
     ]
     comparison = compare(found(base), found(*strangers))
-    assert comparison.differences == () and len(comparison.alone) == 1 and len(comparison.missing) == 5
+    assert comparison.differences == () and len(comparison.only_ours) == 1 and len(comparison.only_theirs) == 5
     # Two that fit: the one with the same options is meant.
     tuned = in_order("tpl", 0, 0.6, options={"lr": 1.0})
     last = compare(found(base), found(tuned, in_order("tpl", 0, 0.8))).differences[0]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tpl import cli
 from tpl.bench.results import RunResult
-from tpl.report import scenes_of
-from tpl.report.ranking import ranking_of
+from tpl.report import group_runs
+from tpl.report.paper import ranking_of
 
 # On C100-10T the paper has TPL 76.53, ROW 74.72, MORE 70.23, HAT 62.91, A-GEM 25.21.
 LEVELS = {"tpl": 0.9, "row": 0.8, "more": 0.6, "hat": 0.7, "agem": 0.3}
@@ -25,7 +25,7 @@ def runs(benchmark: str = "c100-10t", encoder: str = "any", **levels: float) -> 
 
 def test_places_and_correlation_by_hand() -> None:
     bounds = runs(joint=0.99, finetune=0.1, ranpac=0.95)  # two bounds, and a method that the paper has not
-    ranking = ranking_of(scenes_of(found(*runs(**LEVELS), *bounds))[0])
+    ranking = ranking_of(group_runs(found(*runs(**LEVELS), *bounds))[0])
     assert ranking is not None
     assert [place.method for place in ranking.places] == ["tpl", "row", "hat", "more", "agem"]
     assert [place.our_place for place in ranking.places] == [1, 2, 3, 4, 5]
@@ -36,15 +36,15 @@ def test_places_and_correlation_by_hand() -> None:
 
 def test_an_order_needs_a_table_enough_methods_and_one_setting_each() -> None:
     few = dict(list(LEVELS.items())[:3])
-    assert ranking_of(scenes_of(found(*runs(**few)))[0]) is None
-    assert ranking_of(scenes_of(found(*runs("made-up", **LEVELS)))[0]) is None
+    assert ranking_of(group_runs(found(*runs(**few)))[0]) is None
+    assert ranking_of(group_runs(found(*runs("made-up", **LEVELS)))[0]) is None
     again = make_run("tpl", 0.1, 0.0, benchmark="c100-10t", encoder={"name": "any"}, options={"lr": 9.0})
-    ranking = ranking_of(scenes_of(found(*runs(**LEVELS), again))[0])
+    ranking = ranking_of(group_runs(found(*runs(**LEVELS), again))[0])
     assert ranking is not None and "tpl" not in {place.method for place in ranking.places}
 
 
 def test_networks_from_scratch_have_a_table_of_their_own() -> None:
-    ranking = ranking_of(scenes_of(found(*runs(encoder="resnet18:64", tpl=0.9, hat=0.5, der=0.8, owm=0.2)))[0])
+    ranking = ranking_of(group_runs(found(*runs(encoder="resnet18:64", tpl=0.9, hat=0.5, der=0.8, owm=0.2)))[0])
     assert ranking is not None and ranking.encoder == "resnet18"
     assert {place.method: place.paper for place in ranking.places}["tpl"] == pytest.approx(0.622)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report import Findings, FoundRun, markdown, rich_table, summary_rows, write_page
-from tpl.report.figures import Line, _spread, curves, heatmap
+from tpl.report.figures import Line, curves_svg, heatmap_svg, spread_labels
 
 VOID = {"meta", "br", "link", "img", "input"}
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
@@ -154,7 +154,7 @@ def test_missing_numbers_are_dashes(runs: dict[str, RunResult], tmp_path: Path) 
     assert "nan" not in words.lower()
     assert summary_rows(both)[0]["last"] is None
     assert "| tpl | \N{EN DASH} | \N{EN DASH} |" in markdown(summary_rows(both))
-    assert "nan" not in curves([Line("x", np.array([np.nan, 0.5, np.nan]), "continual")], [1, 2, 3], "c")
+    assert "nan" not in curves_svg([Line("x", np.array([np.nan, 0.5, np.nan]), "continual")], [1, 2, 3], "c")
 
 
 def test_cautions_and_differences_between_runs(runs: dict[str, RunResult], tmp_path: Path) -> None:
@@ -219,24 +219,24 @@ def numbers(svg: str) -> list[str]:
 
 
 def test_heatmap_numbers_and_scale() -> None:
-    small = heatmap(make_run("tpl", 0.9, 0.1).matrices["cil"], "h", "tpl")
+    small = heatmap_svg(make_run("tpl", 0.9, 0.1).matrices["cil"], "h", "tpl")
     assert {"90.0", "80.0", "89.0"} <= set(numbers(small))
     assert "currentColor" in small
     assert "#010203" not in small
     assert "<metadata" not in small
-    large = heatmap(make_run("tpl", 0.9, 0.01, tasks=12).matrices["cil"], "h", "tpl")
+    large = heatmap_svg(make_run("tpl", 0.9, 0.01, tasks=12).matrices["cil"], "h", "tpl")
     assert not any("." in text for text in numbers(large))
-    low, high = (heatmap(np.array([[value]]), "h", "x") for value in (0.0, 1.0))
+    low, high = (heatmap_svg(np.array([[value]]), "h", "x") for value in (0.0, 1.0))
     assert re.findall("fill: #......", low) != re.findall("fill: #......", high)
     assert "100" in numbers(high)
 
 
 def test_labels_keep_apart_and_near() -> None:
     wanted = np.array([90.0, 20.0, 90.0, 91.0, 99.0])
-    placed = _spread(wanted, 4.0, 0.0, 100.0)
+    placed = spread_labels(wanted, 4.0, 0.0, 100.0)
     assert np.diff(np.sort(placed)).min() >= 4 - 1e-9
     assert placed[1] == 20
     assert placed.max() <= 100
     assert (np.argsort(placed, kind="stable") == np.argsort(wanted, kind="stable")).all()
-    many = curves([Line(f"run {n}", np.array([0.9, 0.9]), "continual") for n in range(30)], [1, 2], "c")
+    many = curves_svg([Line(f"run {n}", np.array([0.9, 0.9]), "continual") for n in range(30)], [1, 2], "c")
     assert sum(text.startswith("run ") for text in numbers(many)) == 30

@@ -19,12 +19,11 @@ from typer.testing import CliRunner
 from browser import CHROMIUM, Browser
 from tpl import TplError, cli
 from tpl.bench.results import RunResult
-from tpl.report import Findings, FoundRun, find_runs, scenes_of
+from tpl.report import Findings, FoundRun, find_runs, group_runs
 from tpl.report.compare import BETTER
 from tpl.report.page import render
-from tpl.report.printed import paper_values
-from tpl.report.sheets import overview, sheet_of
-from tpl.report.texts import escape, to_latex, to_markdown
+from tpl.report.paper import paper_values
+from tpl.report.tables import escape, overview, results_table, to_latex, to_markdown
 
 RESULTS = Path(__file__).parents[2] / "results" / "c100"
 
@@ -62,10 +61,12 @@ def test_runs_are_averaged_over_orders_and_seeds_and_nothing_else() -> None:
     runs = [in_order("tpl", n, level) for n, level in enumerate(LEVELS)]
     again = in_order("tpl", 0, 0.8, seed=1)
     other = in_order("tpl", 0, 0.7, options={"lr": 0.1, "memory": 100})
-    scenes = scenes_of(found(*runs, again, other, in_order("tpl", 1, 0.6, encoder={"name": "else", "sha256": "f"})))
-    assert [scene.title for scene in scenes] == ["made-up, compact", "made-up, else"]
-    assert {group.name: len(group.runs) for group in scenes[0].groups} == {"tpl, lr 0.05": 4, "tpl, lr 0.1": 1}
-    row = scenes[0].rows[0]
+    experiments = group_runs(
+        found(*runs, again, other, in_order("tpl", 1, 0.6, encoder={"name": "else", "sha256": "f"}))
+    )
+    assert [experiment.title for experiment in experiments] == ["made-up, compact", "made-up, else"]
+    assert {group.name: len(group.runs) for group in experiments[0].groups} == {"tpl, lr 0.05": 4, "tpl, lr 0.1": 1}
+    row = experiments[0].rows[0]
     lasts = [run.summary["last"] for run in (*runs, again)]
     assert row["last"] == pytest.approx(np.mean(lasts))
     assert row["last_std"] == pytest.approx(np.std(lasts, ddof=1))
@@ -74,15 +75,15 @@ def test_runs_are_averaged_over_orders_and_seeds_and_nothing_else() -> None:
 
 def test_a_repeated_run_is_never_averaged_in() -> None:
     run = make_run("tpl", 0.9, 0.1)
-    apart = scenes_of([*found(run, folder="a"), *found(run, folder="b")])[0]
+    apart = group_runs([*found(run, folder="a"), *found(run, folder="b")])[0]
     assert [group.name for group in apart.groups] == ["tpl (a)", "tpl (b)"]
-    together = scenes_of(found(run, run))[0]
+    together = group_runs(found(run, run))[0]
     assert [len(group.runs) for group in together.groups] == [1, 1]
 
 
 def test_other_tasks_and_held_out_images_are_other_scenes() -> None:
     runs = make_run("tpl", 0.9, 0.1), make_run("tpl", 0.9, 0.1, tasks=2), make_run("tpl", 0.9, 0.1, validation=0.2)
-    titles = [scene.title for scene in scenes_of(found(*runs))]
+    titles = [experiment.title for experiment in group_runs(found(*runs))]
     assert titles == [
         "made-up, compact, 3 tasks of 2 classes",
         "made-up, compact, 2 tasks of 2 classes",
@@ -93,33 +94,37 @@ def test_other_tasks_and_held_out_images_are_other_scenes() -> None:
 def test_forgetting_is_measured_by_the_joint_run_over_the_same_tasks() -> None:
     mine, joint = in_order("tpl", 0, 0.9, seed=3), in_order("joint", 0, 0.97, 0.0)
     other = in_order("joint", 0, 0.5, 0.0, encoder={"name": "else", "sha256": "f"})
-    scene = scenes_of(found(mine, joint, other))[0]
-    assert scene.rows[0]["forgetting_last"] == mine.against(joint)["forgetting_last"]
-    lacking = scenes_of(found(mine, in_order("tpl", 1, 0.9), joint))[0]
+    experiment = group_runs(found(mine, joint, other))[0]
+    assert experiment.rows[0]["forgetting_last"] == mine.against(joint)["forgetting_last"]
+    lacking = group_runs(found(mine, in_order("tpl", 1, 0.9), joint))[0]
     assert lacking.rows[0]["forgetting_last"] is None  # a mean over half of them would mislead
     assert [row["forgetting_last"] is None for row in lacking.run_rows()] == [False, True, True]
     assert "tpl lack some" in render(Findings(found(mine, in_order("tpl", 1, 0.9), joint)), [lacking], "t")
 
 
 def test_the_papers_numbers_stand_beside_runs_that_fit_them() -> None:
-    scene = scenes_of(find_runs([RESULTS / "c100-10t-vit-tiny-tpl-natural"]).runs)[0]
-    printed = paper_values(scene.groups[0])
+    experiment = group_runs(find_runs([RESULTS / "c100-10t-vit-tiny-tpl-natural"]).runs)[0]
+    printed = paper_values(experiment.groups[0])
     assert (printed["last"].text, printed["til"].text) == ("76.79", "95.36")
     assert printed["last"].value == pytest.approx(0.7679)
     assert printed["last"].row == "encoders/vit-tiny/c100-10t"
-    sheet = sheet_of(scene.rows, paper={"tpl": printed})
-    assert sheet.head[1:4] == ("Last (%)", "paper", "AIA (%)") and sheet.rows[0][2].text == "76.79"
-    run = scene.runs[0]
-    fewer = dataclasses.replace(run.result, description=run.what | {"options": run.what["options"] | {"memory": 20}})
-    assert paper_values(scenes_of([FoundRun(run.place, fewer)])[0].groups[0]) == {}  # another memory, another protocol
+    table = results_table(experiment.rows, paper={"tpl": printed})
+    assert table.head[1:4] == ("Last (%)", "paper", "AIA (%)") and table.rows[0][2].text == "76.79"
+    run = experiment.runs[0]
+    fewer = dataclasses.replace(
+        run.result, description=run.description | {"options": run.description["options"] | {"memory": 20}}
+    )
+    assert (
+        paper_values(group_runs([FoundRun(run.folder, fewer)])[0].groups[0]) == {}
+    )  # another memory, another protocol
 
 
 def test_methods_by_benchmarks() -> None:
     runs = [in_order("tpl", 0, 0.9), in_order("hat", 0, 0.8), in_order("tpl", 0, 0.7, benchmark="other")]
-    sheet = overview(scenes_of(found(*runs)))
-    assert sheet is not None and sheet.head == ("Method", "made-up Last", "made-up AIA", "other Last", "other AIA")
-    assert [[cell.text for cell in row] for row in sheet.rows][1][3:] == ["\N{EN DASH}"] * 2
-    assert sheet.rows[0][3].text == f"{100 * runs[2].summary['last']:.2f}"
+    table = overview(group_runs(found(*runs)))
+    assert table is not None and table.head == ("Method", "made-up Last", "made-up AIA", "other Last", "other AIA")
+    assert [[cell.text for cell in row] for row in table.rows][1][3:] == ["\N{EN DASH}"] * 2
+    assert table.rows[0][3].text == f"{100 * runs[2].summary['last']:.2f}"
 
 
 # Formats
@@ -127,19 +132,19 @@ def test_methods_by_benchmarks() -> None:
 
 def test_latex_survives_any_name() -> None:
     nasty = 'a_b&50%$x$#{~^\\}<|>"犬é\n['
-    scene = scenes_of(found(make_run(nasty, 0.9, 0.1), make_run("hat", 0.8, 0.1)))[0]
-    text = to_latex(sheet_of(scene.rows, nasty), "tab:x")
+    experiment = group_runs(found(make_run(nasty, 0.9, 0.1), make_run("hat", 0.8, 0.1)))[0]
+    text = to_latex(results_table(experiment.rows, nasty), "tab:x")
     plain = re.sub(r"\\[\\&%$#_{}]", "", text)
     columns = {line.count("&") for line in plain.splitlines() if line.endswith("\\\\") or "&" in line}
-    assert columns == {len(sheet_of(scene.rows).head) - 1}
+    assert columns == {len(results_table(experiment.rows).head) - 1}
     assert plain.count("{") == plain.count("}") and plain.count("$") % 2 == 0
     assert not re.search(r"[%#_~^<>|\"犬]", plain)
     assert "\\toprule" in text and "\\textbf{" in text and escape("é 犬 ±") == "é ? $\\pm$"
 
 
 def test_markdown_survives_any_name() -> None:
-    scene = scenes_of(found(make_run("a|b*c*`<i>[x](y) _z_", 0.9, 0.1)))[0]
-    line = to_markdown(sheet_of(scene.rows)).splitlines()[2]
+    experiment = group_runs(found(make_run("a|b*c*`<i>[x](y) _z_", 0.9, 0.1)))[0]
+    line = to_markdown(results_table(experiment.rows)).splitlines()[2]
     assert line.startswith(r"| a\|b\*c\*\`\<i>\[x\](y) \_z\_ | ")
 
 
@@ -172,7 +177,7 @@ def test_a_suite_in_all_formats(suite: Path, tmp_path: Path) -> None:
 
 def test_the_page_shows_what_is_recorded_and_says_what_is_not(suite: Path) -> None:
     findings = find_runs([suite])
-    page = html.unescape(render(findings, scenes_of(findings.runs), "Title"))
+    page = html.unescape(render(findings, group_runs(findings.runs), "Title"))
     words = " ".join(re.sub(r"<style>.*?</style>|<script>.*?</script>|<[^>]+>", " ", page, flags=re.DOTALL).split())
     assert "Not recorded by runs of hat; joint: they are older than this figure" in words
     assert "Taken for their own task, percent: 80.0, 100.0, 50.0." in page

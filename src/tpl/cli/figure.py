@@ -50,8 +50,7 @@ def densities(
     """
     with _matplotlib():
         from tpl.bench.densities import run_densities
-        from tpl.report.densities import draw_densities
-        from tpl.report.pictures import check_format
+        from tpl.report.pictures import check_format, draw_densities
 
         file = file or run_directory / "densities.png"
         check_format(file)

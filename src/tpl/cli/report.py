@@ -16,7 +16,7 @@ from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.report.compare import Comparison
-    from tpl.report.scenes import Scene
+    from tpl.report.find import Experiment
 
 STDOUT = "-"
 _AMPLE = 104  # characters
@@ -60,20 +60,20 @@ def report(
     if len(streams) + as_json > 1:
         raise TplError("Only one of --json, --markdown - and --latex - can have the standard output.")
     from tpl.report import compare, find_runs, write_page
-    from tpl.report.gallery import write_figures
+    from tpl.report.pictures import write_figures
 
     found = find_runs(runs)
     comparison = compare(found.runs, find_runs(against).runs) if against else None
-    scenes = write_page(found, file, title, comparison)
+    experiments = write_page(found, file, title, comparison)
     written = {"report": str(file)}
-    written |= _write_tables(scenes, comparison, markdown, latex)
-    pictures = write_figures(scenes, found.studies, figures) if figures else []
+    written |= _write_tables(experiments, comparison, markdown, latex)
+    pictures = write_figures(experiments, found.studies, figures) if figures else []
     if as_json:
-        print_json(_content(scenes, comparison) | written | {"figures": [str(picture) for picture in pictures]})
+        print_json(_content(experiments, comparison) | written | {"figures": [str(picture) for picture in pictures]})
         return
     if streams:
         return
-    _print(scenes, comparison)
+    _print(experiments, comparison)
     if found.unfinished:
         out.print(f"Not finished, and so not shown: {len(found.unfinished)}", highlight=False)
     for what, where in written.items():
@@ -83,28 +83,30 @@ def report(
 
 
 def _write_tables(
-    scenes: list[Scene], comparison: Comparison | None, markdown: str | None, latex: str | None
+    experiments: list[Experiment], comparison: Comparison | None, markdown: str | None, latex: str | None
 ) -> dict[str, str]:
     """The same tables in one or two languages; the files written."""
     if markdown is None and latex is None:
         return {}
-    from tpl.report.compare import comparison_sheet
-    from tpl.report.ranking import ranking_of
-    from tpl.report.sheets import overview, scene_sheets
-    from tpl.report.texts import all_latex, all_markdown
+    from tpl.report.compare import comparison_table
+    from tpl.report.paper import ranking_of
+    from tpl.report.tables import all_latex, all_markdown, experiment_tables, overview, ranking_table
 
-    first = overview(scenes)
-    sheets = [comparison_sheet(comparison)] if comparison else []
-    sheets += [first] if first else []
-    for scene in scenes:
-        ranking = ranking_of(scene)
-        sheets += [*scene_sheets(scene), *([ranking.sheet(f"{scene.title}: order")] if ranking else [])]
+    first = overview(experiments)
+    tables = [comparison_table(comparison)] if comparison else []
+    tables += [first] if first else []
+    for experiment in experiments:
+        ranking = ranking_of(experiment)
+        tables += [
+            *experiment_tables(experiment),
+            *([ranking_table(ranking, f"{experiment.title}: order")] if ranking else []),
+        ]
     written = {}
     for what, where, text in (("markdown", markdown, all_markdown), ("latex", latex, all_latex)):
         if where == STDOUT:
-            sys.stdout.write(text(sheets))
+            sys.stdout.write(text(tables))
         elif where is not None:
-            _write(Path(where), text(sheets))
+            _write(Path(where), text(tables))
             written[what] = where
     return written
 
@@ -119,53 +121,54 @@ def _write(file: Path, text: str) -> None:
         raise TplError(f"{file} cannot be written: {error}.") from error
 
 
-def _content(scenes: list[Scene], comparison: Comparison | None) -> dict[str, Any]:
-    """For JSON: every run, and the means a scene."""
-    from tpl.report.ranking import ranking_of
-    from tpl.report.sheets import paper_of
+def _content(experiments: list[Experiment], comparison: Comparison | None) -> dict[str, Any]:
+    """For JSON: every run, and the means of each experiment."""
+    from tpl.report.paper import paper_of, ranking_of
 
     runs: list[dict[str, Any]] = []
     tables: list[dict[str, Any]] = []
-    for scene in scenes:
-        where = {"benchmark": scene.benchmark, "encoder": scene.encoder}
-        runs += [row | where | {"place": str(row["place"])} for row in scene.run_rows()]
-        paper = paper_of(scene)
+    for experiment in experiments:
+        where = {"benchmark": experiment.benchmark, "encoder": experiment.encoder}
+        runs += [row | where | {"place": str(row["place"])} for row in experiment.run_rows()]
+        paper = paper_of(experiment)
         rows = [
             row | {"paper": {key: {"value": v.value, "row": v.row} for key, v in paper[row["name"]].items()}}
-            for row in scene.rows
+            for row in experiment.rows
         ]
-        ranking = ranking_of(scene)
+        ranking = ranking_of(experiment)
         order = ranking.to_dict() if ranking else None
-        tables.append({"title": scene.title} | where | {"rows": rows, "ranking": order})
+        tables.append({"title": experiment.title} | where | {"rows": rows, "ranking": order})
     content: dict[str, Any] = {"runs": runs, "tables": tables}
     return content if comparison is None else content | {"comparison": comparison.to_dict()}
 
 
-def _print(scenes: list[Scene], comparison: Comparison | None) -> None:
+def _print(experiments: list[Experiment], comparison: Comparison | None) -> None:
     from tpl.report import rich_table
-    from tpl.report.ranking import ranking_of
+    from tpl.report.paper import ranking_of
 
-    for scene in scenes:
-        out.print(rich_table(scene.rows, title=scene.title if len(scenes) > 1 else None, width=out.width))
-        if ranking := ranking_of(scene):
-            out.print(ranking.words, highlight=False)
+    for experiment in experiments:
+        out.print(
+            rich_table(experiment.rows, title=experiment.title if len(experiments) > 1 else None, width=out.width)
+        )
+        if ranking := ranking_of(experiment):
+            out.print(ranking.sentence, highlight=False)
     if comparison is not None:
         _print_comparison(comparison)
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    from tpl.report.compare import comparison_sheet
+    from tpl.report.compare import comparison_table
 
-    sheet = comparison_sheet(comparison)
+    changes = comparison_table(comparison)
     # Where there is little room, the difference says it without the numbers it is of.
-    shown = [n for n, text in enumerate(sheet.head) if out.width >= _AMPLE or text not in ("Before", "Now")]
-    table = Table(title=sheet.title, box=None, header_style="bold")
+    shown = [n for n, text in enumerate(changes.head) if out.width >= _AMPLE or text not in ("Before", "Now")]
+    table = Table(title=changes.title, box=None, header_style="bold")
     for number in shown:
-        numeric = sheet.head[number] not in ("Method", "Benchmark", "Quantity", "Verdict")
-        table.add_column(sheet.head[number], justify="right" if numeric else "left", no_wrap=number > 1)
-    for row in sheet.rows:
+        numeric = changes.head[number] not in ("Method", "Benchmark", "Quantity", "Verdict")
+        table.add_column(changes.head[number], justify="right" if numeric else "left", no_wrap=number > 1)
+    for row in changes.rows:
         table.add_row(*(Text(row[n].text, style=_STYLES.get(row[n].text, "")) for n in shown))
-    out.print(table if sheet.rows else "No run has a counterpart: nothing can be compared.")
-    if comparison.alone or comparison.missing:
-        counts = f"{len(comparison.alone)} here, {len(comparison.missing)} there"
+    out.print(table if changes.rows else "No run has a counterpart: nothing can be compared.")
+    if comparison.only_ours or comparison.only_theirs:
+        counts = f"{len(comparison.only_ours)} here, {len(comparison.only_theirs)} there"
         out.print(f"Runs without a counterpart: {counts}", highlight=False)

@@ -79,7 +79,7 @@ def ood_study(
     from tpl.bench.run import RunSpec
     from tpl.bench.study import ALL, study
     from tpl.console import run_progress
-    from tpl.report.correlation import draw_correlation
+    from tpl.report.pictures import draw_correlation
 
     names = separate(detectors) if detectors else list(ALL)
     place = directory or Path("runs") / f"ood-study-{benchmark}"

@@ -1,13 +1,20 @@
-"""The columns of every table of results: how each number is called, shown and judged, and what it means."""
+"""The metrics of a run: each one's name, format and meaning (the columns of every table), and runs as rows of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tpl.bench.results import RunResult
+from tpl.errors import TplError
 
 
 def percent(value: float) -> str:
-    """A fraction in percent."""
+    """Format a fraction as a percentage."""
     return f"{100 * value:.2f}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -17,7 +24,7 @@ def _seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run: how it is called, shown and judged, and what it means."""
+    """One metric: its name, how a value is formatted, whether more is better, and what it means."""
 
     key: str
     group: str
@@ -25,7 +32,7 @@ class Column:
     short: str  # for the terminal, two lines
     meaning: str
     show: Callable[[float], str]
-    better: int = 0  # 1: more is better, -1: less is better, 0: not part of the contest
+    better: int = 0  # 1: more is better, -1: less is better, 0: not judged
 
 
 ACCURACY, SCORES, FORGETTING, COST = "Accuracy, %", "Task scores, %", "Forgetting, points", "Cost"
@@ -110,3 +117,103 @@ COLUMNS = (
     Column("seconds", COST, "Time, s", "Time\ns", "Learning and testing, all tasks together.", _seconds),
     Column("seconds_per_task", COST, "Per task, s", "Task\ns", "Learning alone, on average.", _seconds),
 )  # fmt: skip
+
+
+Row = dict[str, Any]
+
+LOWER, CONTINUAL, UPPER = "lower bound", "continual", "upper bound"
+JOINT = "joint"  # the method that forgetting is measured against
+_ROLES = {"finetune": LOWER, JOINT: UPPER}  # every other method is compared as a continual method
+_ORDER = (LOWER, CONTINUAL, UPPER)
+MISSING = "\N{EN DASH}"  # shown where there is no number
+
+
+def role(name: str, run: RunResult, joint: str | None = None) -> str:
+    """Whether a run is a lower bound, a continual method or an upper bound, such as the run named `joint`."""
+    return UPPER if name == joint else _ROLES.get(str(run.description.get("method")), CONTINUAL)
+
+
+def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> list[Row]:
+    """One row of raw numbers (or None) for each run: lower bounds, then continual methods, then upper bounds."""
+    if joint is not None and joint not in runs:
+        raise TplError(f"There is no run '{joint}' to compare with; there are {', '.join(runs) or 'none'}.")
+    rows = [
+        run_row(name, run, runs[joint] if joint is not None and name != joint else None)
+        | {"role": role(name, run, joint)}
+        for name, run in runs.items()
+    ]
+    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def run_row(name: str, run: RunResult, bound: RunResult | None = None) -> Row:
+    """One run as a row of raw numbers (or None); forgetting is measured against the joint run `bound`."""
+    values = metrics_of(run, bound)
+    row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run)}
+    return row | {column.key: values.get(column.key) for column in COLUMNS}
+
+
+def metrics_of(run: RunResult, bound: RunResult | None = None) -> dict[str, float | None]:
+    """A run's metrics by column key; None where a metric is missing or not finite."""
+    values = dict(run.summary)
+    detection = values.get("detection") or {}
+    values |= {"auroc": detection.get("auroc_pooled"), "fpr95": detection.get("fpr95")}
+    values |= run.against(bound) if bound is not None else {}
+    return {column.key: _number(values.get(column.key)) for column in COLUMNS}
+
+
+def matching_joint(run: RunResult, joint: Sequence[RunResult]) -> RunResult | None:
+    """The joint run over the same tasks and images, preferably with the same seed; None if there is none."""
+    keys = ("benchmark", "encoder", "classes", "data", "validation")
+    fitting = [j for j in joint if all(j.description.get(key) == run.description.get(key) for key in keys)]
+    same = [j for j in fitting if j.description.get("seed") == run.description.get("seed")]
+    return next(iter(same or fitting), None)
+
+
+def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = None) -> list[Row]:
+    """One row for each group of runs (several class orders and seeds): means, and standard deviations as `KEY_std`.
+
+    Forgetting is measured against a run of the group `joint` over the same tasks and images, if each run has one.
+    """
+    bounds = list(groups.get(joint or "", ()))
+    rows = []
+    for name, runs in groups.items():
+        if not runs:
+            continue
+        found = [metrics_of(run, None if name == joint else matching_joint(run, bounds)) for run in runs]
+        row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
+        row["runs"] = len(runs)
+        for column in COLUMNS:
+            values = [some for some in (each[column.key] for each in found) if some is not None]
+            complete = len(values) == len(runs)  # a mean over some of the runs would not say which
+            row[column.key] = float(np.mean(values)) if complete else None
+            spread = complete and len(runs) > 1 and column.group != COST
+            row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
+        rows.append(row)
+    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def columns_of(rows: Sequence[Row]) -> list[Column]:
+    """The columns in which at least one row has a number."""
+    return [column for column in COLUMNS if any(row[column.key] is not None for row in rows)]
+
+
+def cell(row: Row, column: Column) -> str:
+    """Format a number, with its standard deviation if the row is the mean of several runs."""
+    value, deviation = row[column.key], row.get(f"{column.key}_std")
+    if value is None:
+        return MISSING
+    return column.show(value) if deviation is None else f"{column.show(value)} ± {column.show(deviation)}"
+
+
+def best(rows: Sequence[Row], column: Column) -> set[str]:
+    """Names of the best continual methods in a column, if there are at least two; values that look equal are equal."""
+    values = {row["name"]: row for row in rows if row["role"] == CONTINUAL and row[column.key] is not None}
+    if not column.better or len(values) < 2:
+        return set()
+    winner = max(values.values(), key=lambda row: column.better * row[column.key])
+    return {name for name, row in values.items() if column.show(row[column.key]) == column.show(winner[column.key])}
+
+
+def _number(value: Any) -> float | None:
+    """The value if it is a finite number, else None: no table shows a NaN."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

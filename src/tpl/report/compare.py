@@ -1,7 +1,7 @@
-"""What moved between two sets of runs, and whether it is noise: differences paired over class orders and seeds.
+"""Differences between two sets of runs, paired over class orders and seeds, and whether they are noise.
 
-Pairing takes out what both sides share, such as a hard class order. The interval is Student's t for the mean of the
-paired differences, 95 %.
+Pairing removes the variation that both sides share, such as a hard class order. The interval is Student's t for the
+mean of the paired differences, 95 %.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from tpl.report.columns import COLUMNS, Column
-from tpl.report.find import FoundRun
-from tpl.report.scenes import JOINT, scenes_of
-from tpl.report.sheets import Cell, Sheet
-from tpl.report.tables import ABSENT, joint_for, numbers
+from tpl.bench.results import RunResult
+from tpl.report.columns import COLUMNS, JOINT, MISSING, Column, matching_joint, metrics_of
+from tpl.report.find import FoundRun, group_runs
+from tpl.report.tables import Cell, Table
 
 BETTER, WORSE, NOISE, TOO_FEW = "better", "worse", "within noise", "too few pairs"
 LEVEL = 0.95
-FEWEST = 3  # pairs for a verdict: with two, the interval rests on a single degree of freedom
+MIN_PAIRS = 3  # for a verdict: with two, the interval has a single degree of freedom
 JUDGED = tuple(column for column in COLUMNS if column.better)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One number of one method on one benchmark: ours minus theirs."""
+    """One metric of one method on one benchmark: ours minus theirs."""
 
     benchmark: str
     method: str
@@ -44,20 +44,18 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the mean difference lies, with 95 % confidence; None for a single pair."""
-        from scipy import stats
-
+        """The 95 % confidence interval of the mean difference; None for a single pair."""
         n = len(self.differences)
         if n < 2:
             return None
-        reach = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(self.differences, ddof=1) / np.sqrt(n))
-        return self.mean - reach, self.mean + reach
+        half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(self.differences, ddof=1) / np.sqrt(n))
+        return self.mean - half, self.mean + half
 
     @property
     def verdict(self) -> str:
-        """Better or worse only if the whole interval is on one side of zero."""
+        """Better or worse if the whole interval is on one side of zero, else noise; nothing for too few pairs."""
         interval = self.interval
-        if interval is None or len(self.differences) < FEWEST:
+        if interval is None or len(self.differences) < MIN_PAIRS:
             return TOO_FEW
         low, high = interval
         if low <= 0 <= high:
@@ -82,38 +80,38 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences, and the runs that have no counterpart."""
+    """All differences, and the runs without a counterpart."""
 
     differences: tuple[Difference, ...]
-    alone: tuple[FoundRun, ...]  # ours without theirs
-    missing: tuple[FoundRun, ...]  # theirs without ours
+    only_ours: tuple[FoundRun, ...]
+    only_theirs: tuple[FoundRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "level": LEVEL,
             "differences": [difference.to_dict() for difference in self.differences],
-            "only_here": [str(run.place) for run in self.alone],
-            "only_there": [str(run.place) for run in self.missing],
+            "only_here": [str(run.folder) for run in self.only_ours],
+            "only_there": [str(run.folder) for run in self.only_theirs],
         }
 
 
 def compare(ours: Sequence[FoundRun], theirs: Sequence[FoundRun]) -> Comparison:
-    """Pair runs of the same benchmark, method, tasks, images and seed, and judge every number they both have.
+    """Pair runs of the same benchmark, method, tasks, images and seed, and compare every metric that both have.
 
-    The encoder must be the same, too, unless both sides have a single one. Where a side has several runs that fit, the
-    ones with the same options are paired; if that leaves a doubt, none.
+    The encoder must be the same, too, unless each side has a single one. If several runs of a side fit, those with the
+    same options are paired; if that is ambiguous, none.
     """
     with_encoder = not all(len({run.encoder for run in side}) == 1 for side in (ours, theirs))
     pairs = _pairs(ours, theirs, with_encoder)
     paired = {id(run) for pair in pairs for run in pair}
-    bounds = [[run.result for run in side if run.what["method"] == JOINT] for side in (ours, theirs)]
+    bounds = [[run.result for run in side if run.description["method"] == JOINT] for side in (ours, theirs)]
     found = []
-    for scene in scenes_of(ours):
-        for group in scene.groups:
+    for experiment in group_runs(ours):
+        for group in experiment.groups:
             members = [pair for pair in pairs if any(pair[0] is run for run in group.runs)]
             measured = [
-                tuple(numbers(run.result, _bound(run, joint)) for run, joint in zip(pair, bounds, strict=True))
+                tuple(metrics_of(run.result, _bound(run, joint)) for run, joint in zip(pair, bounds, strict=True))
                 for pair in members
             ]
             for column in JUDGED:
@@ -124,32 +122,32 @@ def compare(ours: Sequence[FoundRun], theirs: Sequence[FoundRun]) -> Comparison:
                 ]
                 if values:
                     left, right = np.array(values, dtype=np.float64).T
-                    where = scene.benchmark, group.name, _encoders(*members[0]), column
+                    where = experiment.benchmark, group.name, _encoders(*members[0]), column
                     means = float(left.mean()), float(right.mean())
                     found.append(Difference(*where, *means, tuple((left - right).tolist())))
-    alone = tuple(run for run in ours if id(run) not in paired)
-    return Comparison(tuple(found), alone, tuple(run for run in theirs if id(run) not in paired))
+    unpaired = [tuple(run for run in side if id(run) not in paired) for side in (ours, theirs)]
+    return Comparison(tuple(found), *unpaired)
 
 
-def comparison_sheet(comparison: Comparison) -> Sheet:
+def comparison_table(comparison: Comparison) -> Table:
     """The differences as a table, in percent points."""
     encoders = len({difference.encoder for difference in comparison.differences}) > 1
     rows = []
     for d in comparison.differences:
         name = f"{d.method}, {d.encoder}" if encoders else d.method
         show, interval = d.column.show, d.interval
-        span = ABSENT if interval is None else f"{_signed(d, interval[0])} to {_signed(d, interval[1])}"
+        span = MISSING if interval is None else f"{_signed(d, interval[0])} to {_signed(d, interval[1])}"
         texts = (name, d.benchmark, d.column.title, show(d.theirs), show(d.ours), _signed(d, d.mean), span)
         verdict = Cell(d.verdict, d.verdict in (BETTER, WORSE))
         rows.append((*map(Cell, texts), Cell(str(len(d.differences))), verdict))
     head = ("Method", "Benchmark", "Quantity", "Before", "Now", "Difference", "95 % interval", "Pairs", "Verdict")
-    return Sheet("What moved, paired over class orders and seeds", head, tuple(rows))
+    return Table("What moved, paired over class orders and seeds", head, tuple(rows))
 
 
 def _signed(difference: Difference, value: float) -> str:
     text = difference.column.show(value)
     if not text.strip("\N{MINUS SIGN}0."):
-        return text.lstrip("\N{MINUS SIGN}")  # nothing has no sign
+        return text.lstrip("\N{MINUS SIGN}")  # zero has no sign
     return text if text.startswith("\N{MINUS SIGN}") else f"+{text}"
 
 
@@ -162,8 +160,8 @@ def _pairs(ours: Sequence[FoundRun], theirs: Sequence[FoundRun], with_encoder: b
             found.append((mine[0], others[0]))
             continue
         for run in mine:
-            same = [other for other in others if other.what["options"] == run.what["options"]]
-            twins = [other for other in mine if other.what["options"] == run.what["options"]]
+            same = [other for other in others if other.description["options"] == run.description["options"]]
+            twins = [other for other in mine if other.description["options"] == run.description["options"]]
             if len(same) == len(twins) == 1:
                 found.append((run, same[0]))
     return found
@@ -172,14 +170,18 @@ def _pairs(ours: Sequence[FoundRun], theirs: Sequence[FoundRun], with_encoder: b
 def _by_key(runs: Sequence[FoundRun], with_encoder: bool) -> dict[str, list[FoundRun]]:
     found: dict[str, list[FoundRun]] = {}
     for run in runs:
-        key = [run.what[name] for name in ("benchmark", "method", "classes", "seed")]
-        key += [run.what.get("validation"), run.what["data"].get("test"), run.encoder if with_encoder else None]
+        key = [run.description[name] for name in ("benchmark", "method", "classes", "seed")]
+        key += [
+            run.description.get("validation"),
+            run.description["data"].get("test"),
+            run.encoder if with_encoder else None,
+        ]
         found.setdefault(json.dumps(key), []).append(run)
     return found
 
 
-def _bound(run: FoundRun, joint: Sequence[Any]) -> Any:
-    return None if run.what["method"] == JOINT else joint_for(run.result, joint)
+def _bound(run: FoundRun, joint: Sequence[RunResult]) -> RunResult | None:
+    return None if run.description["method"] == JOINT else matching_joint(run.result, joint)
 
 
 def _encoders(mine: FoundRun, other: FoundRun) -> str:

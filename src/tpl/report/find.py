@@ -1,47 +1,56 @@
-"""Finished runs on disk: those named, and those in the folders named."""
+"""Finished runs found on disk, grouped into experiments whose runs can be compared.
+
+An experiment is one benchmark with one encoder. It has a group of runs for each method, which differ in class order and
+seed only; a method that was run with several settings has a group for each, named by the settings that differ.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tpl.bench.metrics import Matrix, accuracy_so_far
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
+from tpl.report.columns import CONTINUAL, JOINT, Row, matching_joint, mean_rows, role, run_row
 
-# What a report cannot do without; anything else of run.json may be missing.
-_NEEDED = ("benchmark", "method", "options", "seed", "order", "classes", "test_images", "encoder", "data")
+# Required in run.json; anything else may be missing.
+_REQUIRED = ("benchmark", "method", "options", "seed", "order", "classes", "test_images", "encoder", "data")
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A finished run and where it lies."""
+    """A finished run and its directory."""
 
-    place: Path
+    folder: Path
     result: RunResult
 
     @property
-    def what(self) -> dict[str, Any]:
-        """run.json."""
+    def description(self) -> dict[str, Any]:
+        """The content of run.json."""
         return self.result.description
 
     @property
     def encoder(self) -> str:
         """The encoder's name."""
-        return str(self.what["encoder"]["name"])
+        return str(self.description["encoder"]["name"])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Classes a task."""
-        return tuple(len(names) for names in self.what["classes"])
+        """Number of classes of each task."""
+        return tuple(len(names) for names in self.description["classes"])
 
 
 @dataclass
 class Findings:
-    """All that a report is made from."""
+    """The content of a report."""
 
     runs: list[FoundRun] = field(default_factory=list)
     unfinished: list[Path] = field(default_factory=list)  # runs without results, in a folder of runs
@@ -49,7 +58,7 @@ class Findings:
 
 
 def find_runs(paths: Sequence[Path]) -> Findings:
-    """The runs named, and every run in or below a folder named, such as a suite's. Each counts once."""
+    """The given run directories, and every run in or below the other given folders. Each run is listed once."""
     found, seen = Findings(), set[Path]()
     for path in paths:
         if not path.is_dir():
@@ -58,14 +67,14 @@ def find_runs(paths: Sequence[Path]) -> Findings:
         named = (path / "run.json").exists()
         if not inside:
             raise TplError(f"{path} holds no finished run; name run directories or the --out of a suite.")
-        for place in inside:
-            if place.resolve() in seen:
+        for folder in inside:
+            if folder.resolve() in seen:
                 continue
-            seen.add(place.resolve())
-            if (place / "results.json").exists() or (named and place == path):
-                found.runs.append(read_run(place))
+            seen.add(folder.resolve())
+            if (folder / "results.json").exists() or (named and folder == path):
+                found.runs.append(read_run(folder))
             else:
-                found.unfinished.append(place)
+                found.unfinished.append(folder)
         for file in sorted(path.rglob("study.json")):
             if file.resolve() not in seen:
                 seen.add(file.resolve())
@@ -75,20 +84,20 @@ def find_runs(paths: Sequence[Path]) -> Findings:
     return found
 
 
-def read_run(place: Path) -> FoundRun:
-    """One finished run; what is not one is refused with a word on why."""
-    result = RunResult.read(place)
-    what = result.description
-    missing = [key for key in _NEEDED if key not in what]
-    if missing or "name" not in what["encoder"] or "cil" not in result.matrices:
-        raise TplError(f"{place} holds no finished run (run.json lacks {', '.join(missing) or 'a name or a matrix'}).")
+def read_run(folder: Path) -> FoundRun:
+    """Read one finished run; an incomplete or inconsistent one is an error."""
+    result = RunResult.read(folder)
+    description = result.description
+    missing = [key for key in _REQUIRED if key not in description]
+    if missing or "name" not in description["encoder"] or "cil" not in result.matrices:
+        raise TplError(f"{folder} holds no finished run (run.json lacks {', '.join(missing) or 'a name or a matrix'}).")
     if not _same_tasks(result):
-        raise TplError(f"{place} holds no finished run (results.json tells of other tasks than run.json).")
-    return FoundRun(place, result)
+        raise TplError(f"{folder} holds no finished run (results.json has other tasks than run.json).")
+    return FoundRun(folder, result)
 
 
 def _same_tasks(result: RunResult) -> bool:
-    """Whether all that a run measured is about the tasks it describes."""
+    """Whether results.json has as many tasks and classes as run.json."""
     sizes = [len(names) for names in result.description["classes"]]
     tasks, confusion, classes = len(sizes), result.task_confusion, result.class_accuracy
     return (
@@ -109,3 +118,195 @@ def _study(file: Path) -> dict[str, Any]:
         raise TplError(f"{file} is not what `tpl ood-study` writes ({error}); move it away.") from error
     result: dict[str, Any] = content
     return result
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one method with the same settings, in several class orders and seeds."""
+
+    name: str
+    runs: tuple[FoundRun, ...]
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.runs[0].description["method"])
+
+    @property
+    def role(self) -> str:
+        """Whether the method is a lower bound, an upper bound or a continual method."""
+        return role(self.name, self.runs[0].result)
+
+    def mean_matrix(self, kind: str) -> Matrix | None:
+        """The accuracy matrix, averaged over the runs."""
+        found = [run.result.matrices[kind] for run in self.runs if kind in run.result.matrices]
+        return np.mean(found, axis=0) if len(found) == len(self.runs) else None
+
+    def curve(self) -> tuple[Matrix, Matrix | None]:
+        """Accuracy on all classes so far after each task: mean and, of two runs or more, standard deviation."""
+        with np.errstate(invalid="ignore"):  # tasks without test images have no accuracy
+            lines = np.array([accuracy_so_far(r.result.matrices["cil"], r.result.sizes) for r in self.runs])
+        return lines.mean(axis=0), lines.std(axis=0, ddof=1) if len(lines) > 1 else None
+
+    def confusion(self) -> Matrix | None:
+        """Share of each task's test images assigned to each task, mean over the runs; None if not recorded."""
+        found = []
+        for run in self.runs:
+            if run.result.task_confusion is None:
+                return None
+            counts = np.array(run.result.task_confusion, dtype=np.float64)
+            with np.errstate(invalid="ignore"):
+                found.append(counts / counts.sum(axis=1, keepdims=True))
+        return np.asarray(np.mean(found, axis=0))
+
+    def classes(self) -> dict[str, tuple[float, float]] | None:
+        """Accuracy of each class right after learning and at the end, means over the runs; None if not recorded."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for run in self.runs:
+            stages = run.result.class_accuracy
+            if stages is None:
+                return None
+            at = 0
+            for task, names in enumerate(run.description["classes"]):
+                for name in names:
+                    first, final = stages[task][at], stages[-1][at]
+                    at += 1
+                    if first is not None and final is not None:
+                        found.setdefault(str(name), []).append((first, final))
+        return {
+            name: (float(np.mean([p[0] for p in v])), float(np.mean([p[1] for p in v]))) for name, v in found.items()
+        }
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of several methods on one benchmark with one encoder."""
+
+    title: str
+    groups: tuple[Group, ...]  # lower bounds, methods, upper bounds
+
+    @property
+    def runs(self) -> list[FoundRun]:
+        """All runs, group by group."""
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def benchmark(self) -> str:
+        """The benchmark's name."""
+        return str(self.runs[0].description["benchmark"])
+
+    @property
+    def encoder(self) -> str:
+        """The encoder's name."""
+        return self.runs[0].encoder
+
+    @cached_property
+    def joint(self) -> list[RunResult]:
+        """Joint runs, which forgetting is measured against."""
+        return [run.result for run in self.runs if run.description["method"] == JOINT]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """One row for each group: means and standard deviations."""
+        joint = next((group.name for group in self.groups if group.method == JOINT), None)
+        return mean_rows({group.name: [run.result for run in group.runs] for group in self.groups}, joint)
+
+    def run_rows(self) -> list[Row]:
+        """One row for each run, with its class order, seed and directory."""
+        rows = []
+        for group in self.groups:
+            for run in group.runs:
+                bound = None if group.method == JOINT else matching_joint(run.result, self.joint)
+                row = run_row(group.name, run.result, bound)
+                rows.append(row | {key: run.description[key] for key in ("order", "seed")} | {"place": run.folder})
+        return rows
+
+    @property
+    def orders(self) -> dict[str, FoundRun]:
+        """The first run of each class order, by the order's name."""
+        return {str(run.description["order"]): run for run in reversed(self.runs)}
+
+    @property
+    def has_rivals(self) -> bool:
+        """Whether there are two continual methods or more."""
+        return sum(group.role == CONTINUAL for group in self.groups) > 1
+
+
+def group_runs(runs: Sequence[FoundRun]) -> list[Experiment]:
+    """Sort runs into experiments."""
+    experiments: dict[tuple[Any, ...], list[FoundRun]] = {}
+    for run in runs:
+        experiments.setdefault(
+            (run.description["benchmark"], run.encoder, run.sizes, run.description.get("validation")), []
+        ).append(run)
+    made = []
+    for (benchmark, encoder, sizes, validation), members in experiments.items():
+        title = f"{benchmark}, {encoder}"
+        alike = [key for key in experiments if key[:2] == (benchmark, encoder)]
+        if len({key[2] for key in alike}) > 1:
+            title += f", {len(sizes)} tasks of {_sizes(sizes)} classes"
+        if len({key[3] for key in alike}) > 1:
+            title += "" if validation is None else f", {100 * validation:g} % held out"
+        made.append(Experiment(title, tuple(_groups(members))))
+    return made
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))
+
+
+_SHOWN_DIFFERENCES = 3  # settings in the name of a group
+
+
+def _groups(runs: Sequence[FoundRun]) -> list[Group]:
+    by_method: dict[str, list[FoundRun]] = {}
+    for run in runs:
+        by_method.setdefault(str(run.description["method"]), []).append(run)
+    groups: list[Group] = []
+    for method, members in by_method.items():
+        for group in _by_settings(method, members):
+            twins = sum(other.name.partition(" #")[0] == group.name for other in groups)
+            groups.append(Group(f"{group.name} #{twins + 1}", group.runs) if twins else group)
+    order = [row["name"] for row in mean_rows({group.name: [group.runs[0].result] for group in groups})]
+    return sorted(groups, key=lambda group: order.index(group.name))
+
+
+def _by_settings(method: str, runs: Sequence[FoundRun]) -> Iterable[Group]:
+    """One method's runs grouped by settings; repeated runs are not averaged but listed by directory."""
+    by_settings: dict[str, list[FoundRun]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
+    known = [_settings(members[0]) for members in by_settings.values()]
+    keys = sorted({key for settings in known for key in settings})
+    differing = [key for key in keys if len({json.dumps(s.get(key)) for s in known}) > 1]
+    some = differing[:_SHOWN_DIFFERENCES]
+    if len({json.dumps([s.get(key) for key in some]) for s in known}) < len(known):
+        some = differing  # the first few are not enough to distinguish the groups
+    for settings, members in zip(known, by_settings.values(), strict=True):
+        named = [f"{key} {_short(settings.get(key))}" for key in some]
+        name = ", ".join([method, *named, *(["…"] if len(some) < len(differing) else [])])
+        if _all_different(members):
+            yield Group(name, tuple(members))
+            continue
+        folders: dict[str, list[FoundRun]] = {}
+        for run in members:
+            folders.setdefault(str(run.folder.parent), []).append(run)
+        if not all(map(_all_different, folders.values())):
+            folders = {str(run.folder): [run] for run in members}
+        yield from (Group(f"{name} ({folder})", tuple(inside)) for folder, inside in folders.items())
+
+
+def _all_different(runs: Sequence[FoundRun]) -> bool:
+    """Whether no two runs have the same class order and seed."""
+    return len({(json.dumps(run.description["classes"]), run.description["seed"]) for run in runs}) == len(runs)
+
+
+def _settings(run: FoundRun) -> dict[str, Any]:
+    """Everything that may change a result except class order and seed."""
+    weights = str(run.description["encoder"].get("sha256"))[:8]
+    return dict(run.description["options"]) | {"precision": run.description.get("precision"), "weights": weights}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 16 else text[:15] + "…"

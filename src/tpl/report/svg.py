@@ -1,8 +1,8 @@
 """Matplotlib figures as SVG elements that take on the colours and fonts of the page around them.
 
 Text and axes use `currentColor`, lines the CSS variables `--series-1` and so on (with a colour to fall
-back on), so one figure reads on light and dark pages. Fonts are the page's. Output is deterministic, and
-all ids start with the figure's own `ident`, so many figures fit in one page.
+back on), so a figure is readable on light and dark pages. Fonts are the page's. Output is deterministic, and
+all ids start with the figure's own `ident`, so that one page can have many figures.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SERIES = ("#0067a5", "#bf4a0b", "#007a5a", "#93428f", "#7d6200", "#a5243d")
 
 @dataclass(frozen=True)
 class Palette:
-    """What to draw with."""
+    """The colours of a figure."""
 
     ink: str
     series: tuple[str, ...]
 
 
-# These stand for the page's colours until the SVG is written.
+# Placeholders that are replaced by the page's colours when the SVG is written.
 PAGE = Palette("#010203", tuple(f"#04050{n}" for n in range(len(SERIES))))
-# For pictures that stand alone on white.
+# For files with a white background.
 PAPER = Palette("#1c2730", SERIES)
 
 _PAGE_COLOURS = {PAGE.ink: "currentColor"} | {
@@ -44,7 +44,7 @@ _HREF = "{http://www.w3.org/1999/xlink}href"
 def blank(
     width: float, height: float, left: float, right: float, top: float, bottom: float, ink: str = PAGE.ink
 ) -> tuple[Figure, Axes]:
-    """A transparent figure with one plain pair of axes; its units are pixels at its natural size."""
+    """A transparent figure with one pair of axes without frame; sizes are in pixels."""
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     for part in (figure, axes):
@@ -56,7 +56,7 @@ def blank(
 
 
 def to_svg(figure: Figure, ident: str, label: str) -> str:
-    """The figure as one <svg> element, ready to stand in a page; `label` says in words what it shows."""
+    """The figure as one <svg> element for a page; `label` is its text alternative."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": ident}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the page's fonts draw the text, not matplotlib's
@@ -76,7 +76,7 @@ def to_svg(figure: Figure, ident: str, label: str) -> str:
 
 
 def _clean(root: ElementTree.Element, ident: str) -> None:
-    """Keep what draws: no metadata, no style that would leak into the page, only ids that are used."""
+    """Remove metadata, styles that would affect the page, and unused ids."""
     links = {link for element in root.iter() for link in _links(element)}
     for parent in list(root.iter()):
         for child in list(parent):
@@ -104,7 +104,7 @@ def _links(element: ElementTree.Element) -> list[str]:
 
 
 def _restyle(text: str, ident: str) -> str:
-    """The page's colours, fonts and ids in a style."""
+    """Replace colours, fonts and ids in a style by the page's."""
     text = re.sub(r"font-family: [^;]*;?\s*", "", text)
     text = re.sub(r"font: (?:(\w+) )?([\d.]+)px [^;]*", _font, text)
     for ink, colour in _PAGE_COLOURS.items():

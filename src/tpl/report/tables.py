@@ -1,29 +1,206 @@
-"""The comparison of runs as rows, for the page, Markdown, LaTeX and the terminal alike."""
+"""Tables of results as cells, and written as Markdown, LaTeX (booktabs) and for the terminal."""
 
 from __future__ import annotations
 
 import io
-import math
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
+from rich import table as rich_tables
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tpl.bench.results import RunResult
-from tpl.errors import TplError
-from tpl.report.columns import COLUMNS, COST, Column
+from tpl.report.columns import (
+    ACCURACY,
+    CONTINUAL,
+    COST,
+    FORGETTING,
+    MISSING,
+    SCORES,
+    Column,
+    Row,
+    best,
+    cell,
+    columns_of,
+)
+from tpl.report.find import Experiment
+from tpl.report.paper import PaperValue, Ranking, paper_of
 
-Row = dict[str, Any]
+_UNITS = {ACCURACY: " (%)", SCORES: " (%)", FORGETTING: " forgetting (points)"}
+Paper = Mapping[str, Mapping[str, PaperValue]]  # by group, then by column
 
-LOWER, CONTINUAL, UPPER = "lower bound", "continual", "upper bound"
-_ROLES = {"finetune": LOWER, "joint": UPPER}  # every other method takes part in the contest
-_ORDER = (LOWER, CONTINUAL, UPPER)
-ABSENT = "\N{EN DASH}"
-# Left out first where a terminal is too narrow.
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of one cell; bold for the best value."""
+
+    text: str
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: the first column is text, the others are numbers."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def results_table(rows: Sequence[Row], title: str = "", paper: Paper | None = None, only: Sequence[str] = ()) -> Table:
+    """Rows as a table, the best continual values bold; a column is followed by the paper's values if it has any.
+
+    `only` names the groups of columns to show; empty: all of them.
+    """
+    columns = [column for column in columns_of(rows) if not only or column.group in only]
+    paper = paper or {}
+    winners = {column.key: best(rows, column) for column in columns}
+    head, beside = ["Method"], {c.key for c in columns if any(c.key in values for values in paper.values())}
+    for column in columns:
+        head += [column.title + _UNITS.get(column.group, "")] + (["paper"] if column.key in beside else [])
+    made = []
+    for row in rows:
+        cells = [Cell(_row_name(row))]
+        for column in columns:
+            cells.append(Cell(cell(row, column), row["name"] in winners[column.key]))
+            if column.key in beside:
+                cells.append(_paper_cell(paper.get(row["name"], {}), column))
+        made.append(tuple(cells))
+    return Table(title, tuple(head), tuple(made))
+
+
+def _row_name(row: Row) -> str:
+    """The row's name, with its role if it is a bound."""
+    return str(row["name"]) if row["role"] == CONTINUAL else f"{row['name']} ({row['role']})"
+
+
+def _paper_cell(values: Mapping[str, PaperValue], column: Column) -> Cell:
+    value = values.get(column.key)
+    return Cell(value.text if value else MISSING)
+
+
+def experiment_tables(experiment: Experiment) -> list[Table]:
+    """An experiment's results, and its costs."""
+    rows, paper, runs = experiment.rows, paper_of(experiment), max(len(group.runs) for group in experiment.groups)
+    over = f", mean ± standard deviation over up to {runs} runs" if runs > 1 else ""
+    return [
+        results_table(rows, f"{experiment.title}{over}", paper, (ACCURACY, SCORES, FORGETTING)),
+        results_table(rows, f"{experiment.title}: size and time", paper, (COST,)),
+    ]
+
+
+def overview(experiments: Sequence[Experiment]) -> Table | None:
+    """Methods by benchmarks: Last and AIA in percent, with the paper's values; None for a single experiment."""
+    if len(experiments) < 2:
+        return None
+    benchmarks = list(dict.fromkeys(experiment.benchmark for experiment in experiments))
+    encoders = {experiment.encoder for experiment in experiments}
+    if len({(experiment.benchmark, experiment.encoder) for experiment in experiments}) < len(experiments):
+        benchmarks, encoders = [], set()  # the experiments differ in something else: one column each
+    headings = benchmarks or [experiment.title for experiment in experiments]
+    lines: dict[tuple[str, str], dict[str, tuple[Row, Mapping[str, PaperValue]]]] = {}
+    for experiment in experiments:
+        paper = paper_of(experiment)
+        for row in experiment.rows:
+            line = lines.setdefault((experiment.encoder if len(encoders) > 1 else "", _row_name(row)), {})
+            line[experiment.benchmark if benchmarks else experiment.title] = row, paper.get(row["name"], {})
+    rows = [row for experiment in experiments for row in experiment.rows]
+    columns = [column for column in columns_of(rows) if column.key in ("last", "aia")]
+    pairs = [(heading, column) for heading in headings for column in columns]
+    beside = {(heading, key) for line in lines.values() for heading, (_, values) in line.items() for key in values}
+    head = ["Method"]
+    for heading, column in pairs:
+        head += [f"{heading} {column.title}"] + (["paper"] if (heading, column.key) in beside else [])
+    made = []
+    for (encoder, name), line in lines.items():
+        cells = [Cell(f"{name}, {encoder}" if encoder else name)]
+        for heading, column in pairs:
+            found, values = line.get(heading, (None, {}))
+            cells.append(Cell(cell(found, column) if found else MISSING))
+            if (heading, column.key) in beside:
+                cells.append(_paper_cell(values, column))
+        made.append(tuple(cells))
+    return Table("Accuracy in percent, method by benchmark", tuple(head), tuple(made))
+
+
+def ranking_table(ranking: Ranking, title: str) -> Table:
+    """Each method's accuracy and rank beside the paper's."""
+    head = ("Method", "Last (%)", "place", "paper's Last (%)", "paper's place")
+    rows = [
+        (p.method, f"{100 * p.ours:.1f}", f"{p.our_place:g}", f"{100 * p.paper:.1f}", f"{p.paper_place:g}")
+        for p in ranking.places
+    ]
+    return Table(f"{title}. {ranking.sentence}", head, tuple(tuple(map(Cell, row)) for row in rows))
+
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}", "[": "{[}", "]": "{]}", "*": "{*}",
+    "\N{EN DASH}": "--", "\N{MINUS SIGN}": "$-$", "±": r"$\pm$", "…": r"\ldots{}", "×": r"$\times$",
+}  # fmt: skip
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Rows of results as a Markdown table, the best continual values bold."""
+    return to_markdown(results_table(rows))
+
+
+def to_markdown(table: Table) -> str:
+    """A table as Markdown, below its title if it has one."""
+    lines = [[_plain(text) for text in table.head], [":--", *("--:" for _ in table.head[1:])]]
+    lines += [[f"**{_plain(c.text)}**" if c.bold else _plain(c.text) for c in row] for row in table.rows]
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return f"### {_plain(table.title)}\n\n{text}" if table.title else text
+
+
+def to_latex(table: Table, label: str) -> str:
+    """A table as a LaTeX float; needs the package `booktabs`."""
+    rows = [
+        " & ".join(rf"\textbf{{{escape(c.text)}}}" if c.bold else escape(c.text) for c in row) for row in table.rows
+    ]
+    body = "".join(f"{row} \\\\\n" for row in rows)
+    return (
+        "\\begin{table}\n\\centering\n\\small\n"
+        f"\\caption{{{escape(table.title)}}}\n\\label{{{label}}}\n"
+        f"\\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}\n\\toprule\n"
+        f"{' & '.join(map(escape, table.head))} \\\\\n\\midrule\n{body}\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
+    )
+
+
+def escape(text: str) -> str:
+    """Escape text for LaTeX. Letters that pdflatex does not know lose their accents or become ?."""
+    return "".join(_SPECIAL.get(letter) or _letter(letter) for letter in " ".join(text.split()))
+
+
+def all_markdown(tables: Sequence[Table]) -> str:
+    """Several tables as Markdown."""
+    return "\n".join(to_markdown(table) for table in tables)
+
+
+def all_latex(tables: Sequence[Table]) -> str:
+    """Several tables as a LaTeX file for `\\input`."""
+    head = "% Tables by tpl report. In the preamble: \\usepackage[T1]{fontenc} \\usepackage{booktabs}\n\n"
+    return head + "\n".join(to_latex(table, f"tab:tpl-{number}") for number, table in enumerate(tables, 1))
+
+
+def _plain(text: str) -> str:
+    """Escape text for a cell of a Markdown table."""
+    text = " ".join(text.split())
+    return re.sub(r"[\\|*`<\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)  # _ within a word is no markup
+
+
+def _letter(letter: str) -> str:
+    if letter.isascii() or ("À" <= letter <= "ÿ" and letter not in "×÷"):
+        return letter if letter.isprintable() else "?"
+    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+    return "".join(_SPECIAL.get(part, part) for part in plain) or "?"
+
+
+# Columns left out, in this order, if the terminal is too narrow.
 _DISPENSABLE = (
     "network_and_memory_bytes",
     "peak_device_bytes",
@@ -38,111 +215,25 @@ _DISPENSABLE = (
 )
 
 
-def role(name: str, run: RunResult, joint: str | None = None) -> str:
-    """Whether a run bounds the others or competes with them."""
-    return UPPER if name == joint else _ROLES.get(str(run.description.get("method")), CONTINUAL)
+def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None = None) -> rich_tables.Table:
+    """Rows as a table for the terminal, the best continual values bold, the bounds dim.
 
-
-def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> list[Row]:
-    """One row a run, raw numbers or None: first lower bounds, then continual methods, then upper bounds."""
-    if joint is not None and joint not in runs:
-        raise TplError(f"There is no run '{joint}' to compare with; there are {', '.join(runs) or 'none'}.")
-    rows = [
-        run_row(name, run, runs[joint] if joint is not None and name != joint else None)
-        | {"role": role(name, run, joint)}
-        for name, run in runs.items()
-    ]
-    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
-
-
-def run_row(name: str, run: RunResult, bound: RunResult | None = None) -> Row:
-    """The raw numbers of one run or None; forgetting is measured by a joint run, `bound`."""
-    values = numbers(run, bound)
-    row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run)}
-    return row | {column.key: values.get(column.key) for column in COLUMNS}
-
-
-def numbers(run: RunResult, bound: RunResult | None = None) -> dict[str, float | None]:
-    """What a run measured, by the keys of the columns; only finite numbers."""
-    values = dict(run.summary)
-    detection = values.get("detection") or {}
-    values |= {"auroc": detection.get("auroc_pooled"), "fpr95": detection.get("fpr95")}
-    values |= run.against(bound) if bound is not None else {}
-    return {column.key: _number(values.get(column.key)) for column in COLUMNS}
-
-
-def joint_for(run: RunResult, joint: Sequence[RunResult]) -> RunResult | None:
-    """The joint run over the same tasks and images, with the same seed if there is one; None without any."""
-    keys = ("benchmark", "encoder", "classes", "data", "validation")
-    fitting = [j for j in joint if all(j.description.get(key) == run.description.get(key) for key in keys)]
-    same = [j for j in fitting if j.description.get("seed") == run.description.get("seed")]
-    return next(iter(same or fitting), None)
-
-
-def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = None) -> list[Row]:
-    """One row a group of runs, e.g. of several class orders and seeds: means, and deviations under `KEY_std`.
-
-    Forgetting is measured against a run of the group `joint` over the same tasks and images, where each run has one.
-    """
-    bounds = list(groups.get(joint or "", ()))
-    rows = []
-    for name, runs in groups.items():
-        if not runs:
-            continue
-        found = [numbers(run, None if name == joint else joint_for(run, bounds)) for run in runs]
-        row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
-        row["runs"] = len(runs)
-        for column in COLUMNS:
-            values = [some for some in (each[column.key] for each in found) if some is not None]
-            complete = len(values) == len(runs)  # a mean over some of the runs would not say which
-            row[column.key] = float(np.mean(values)) if complete else None
-            spread = complete and len(runs) > 1 and column.group != COST
-            row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
-        rows.append(row)
-    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
-
-
-def columns_of(rows: Sequence[Row]) -> list[Column]:
-    """The columns for which at least one run has a number."""
-    return [column for column in COLUMNS if any(row[column.key] is not None for row in rows)]
-
-
-def cell(row: Row, column: Column) -> str:
-    """A number as every table shows it, with its deviation where a row stands for several runs."""
-    value, deviation = row[column.key], row.get(f"{column.key}_std")
-    if value is None:
-        return ABSENT
-    return column.show(value) if deviation is None else f"{column.show(value)} ± {column.show(deviation)}"
-
-
-def best(rows: Sequence[Row], column: Column) -> set[str]:
-    """The winners of a column, if two continual methods compete. What is shown as equal is equal."""
-    values = {row["name"]: row for row in rows if row["role"] == CONTINUAL and row[column.key] is not None}
-    if not column.better or len(values) < 2:
-        return set()
-    winner = max(values.values(), key=lambda row: column.better * row[column.key])
-    return {name for name, row in values.items() if column.show(row[column.key]) == column.show(winner[column.key])}
-
-
-def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None = None) -> Table:
-    """The rows as a table for the terminal, the best continual values bold, the bounds dim.
-
-    Where `width` (in characters) is too small for all, the least telling columns are left out.
+    If `width` (in characters) is too small for all columns, the least important ones are left out.
     """
     columns = columns_of(rows)
     table = _rich_table(rows, columns, title)
-    ample = Console(width=10_000, file=io.StringIO())
+    unlimited = Console(width=10_000, file=io.StringIO())
     for key in _DISPENSABLE:
-        if width is None or ample.measure(table).maximum <= width:
+        if width is None or unlimited.measure(table).maximum <= width:
             break
         columns = [column for column in columns if column.key != key]
         table = _rich_table(rows, columns, title)
     return table
 
 
-def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> Table:
+def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> rich_tables.Table:
     winners = {column.key: best(rows, column) for column in columns}
-    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold")
+    table = rich_tables.Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold")
     table.add_column("\nMethod", overflow="fold", min_width=8)
     for column in columns:
         table.add_column(column.short, justify="right", no_wrap=True)
@@ -154,8 +245,3 @@ def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | Non
         cells = [Text(cell(row, c), style="bold" if row["name"] in winners[c.key] else "") for c in columns]
         table.add_row(name, *cells, style="dim" if bound else "")
     return table
-
-
-def _number(value: Any) -> float | None:
-    """A finite number or None, so that no table ever shows a NaN."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None

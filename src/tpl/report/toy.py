@@ -1,17 +1,15 @@
-"""The picture of the paper's toy example: a wide Gaussian for the task, a narrow one for the others."""
+"""The paper's toy example: a wide Gaussian for the task, a narrow one for the other tasks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from tpl.report.pictures import FOOT, INK, OTHERS, OWN, QUIET, RULE, head, picture, say
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tpl.report.pictures import FOOT, INK, OTHERS, OWN, QUIET, RULE, picture, title_and_legend, write_text
 
 Points = list[dict[str, float]]
 
@@ -26,13 +24,13 @@ CAPTION = (
 
 
 def log_normal(x: NDArray[np.float64], variance: float) -> NDArray[np.float64]:
-    """log of the density of N(0, variance)."""
+    """Logarithm of the density of N(0, variance)."""
     logarithm: NDArray[np.float64] = -0.5 * (x**2 / variance + np.log(2 * np.pi * variance))
     return logarithm
 
 
 def toy_numbers() -> dict[str, Any]:
-    """Both densities and their ratio at the two points, and which of the two either rule takes for the task's own."""
+    """Both densities and their ratio at the two points, and the point that each rule assigns to the task."""
     x = np.array(POINTS)
     own, others = log_normal(x, VARIANCE), log_normal(x, OTHERS_VARIANCE)
     points = [
@@ -45,14 +43,14 @@ def toy_numbers() -> dict[str, Any]:
 
 
 def draw_toy(file: Path) -> None:
-    """Both densities and their ratio, with two points: which of them is the task's own?"""
+    """Draw both densities and their ratio, with the point that each rule assigns to the task."""
     with picture(file, WIDTH, HEIGHT) as figure:
         left, right = (figure.add_axes((start, 0.25, 0.41, 0.48)) for start in (0.065, 0.565))
         _likelihoods(left, **toy_numbers())
         _ratios(right, **toy_numbers())
         names = f"$P_t$ = N(0, {VARIANCE:g}), the task", f"$P_{{t^c}}$ = N(0, {OTHERS_VARIANCE:g}), the others"
-        head(figure, "Two Gaussians: is 0 or 1 the task's own?", *names)
-        say(figure, CAPTION, HEIGHT - FOOT / 2, 9, QUIET)
+        title_and_legend(figure, "Two Gaussians: is 0 or 1 the task's own?", *names)
+        write_text(figure, CAPTION, HEIGHT - FOOT / 2, 9, QUIET)
 
 
 def _likelihoods(axes: Axes, points: Points, likelihood_chooses: float, **_: float) -> None:
@@ -90,7 +88,7 @@ def _plain(axes: Axes, label: str, title: str) -> None:
 
 
 def _mark(axes: Axes, x: float, y: float, text: str, offset: tuple[float, float], chosen: bool) -> None:
-    """A point with its value, `offset` away; filled if it is the one chosen."""
+    """A point with its value written `offset` away; filled if it is the chosen one."""
     fill, weight = (INK, "bold") if chosen else ("white", "normal")
     axes.plot([x], [y], "o", markersize=8, color=fill, markeredgecolor=INK, markeredgewidth=1.6)
     align = "right" if offset[0] < 0 else "center"
@@ -98,7 +96,7 @@ def _mark(axes: Axes, x: float, y: float, text: str, offset: tuple[float, float]
 
 
 def _short(value: float) -> str:
-    """0.1, or 3.1 times a power of ten."""
+    """Format a number; large ones as a multiple of a power of ten."""
     if value < 1000:
         return f"{value:.1f}"
     exponent = int(np.floor(np.log10(value)))

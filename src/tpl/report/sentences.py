@@ -1,4 +1,4 @@
-"""What a page says in words about its runs."""
+"""The sentences of a report page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tpl.report.columns import percent
-from tpl.report.tables import CONTINUAL, LOWER, UPPER, Row
+from tpl.report.columns import CONTINUAL, LOWER, UPPER, Row, percent
 
 _FACTS = {
     "benchmark": "Benchmark",
@@ -16,11 +15,11 @@ _FACTS = {
     "seed": "Seed",
     "precision": "Precision",
 }
-_FEW = 5  # values named before the rest is left out
+_MAX_VALUES = 5  # listed before an ellipsis
 
 
 def lead(classes: Sequence[Sequence[str]]) -> str:
-    """What was done, in one sentence."""
+    """The experiment in one sentence."""
     sizes = sorted({len(names) for names in classes})
     total = _count(sum(len(names) for names in classes), "class", "classes")
     if len(classes) == 1:
@@ -34,7 +33,7 @@ def lead(classes: Sequence[Sequence[str]]) -> str:
 
 
 def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The result in a sentence: pieces of text, each with the emphasis it gets."""
+    """The result in one sentence: pieces of text, each with its emphasis."""
     measured = [row for row in rows if row["last"] is not None]
     found = {role: [row for row in measured if row["role"] == role] for role in (LOWER, CONTINUAL, UPPER)}
     if not found[CONTINUAL]:
@@ -60,24 +59,24 @@ def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def facts(descriptions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the runs have in common, and the few values of what they have not."""
+    """Benchmark, encoder and so on, each with its values in these runs."""
     found = [("Test images", " or ".join(_distinct(f"{sum(d['test_images']):,}" for d in descriptions)))]
     for key, label in _FACTS.items():
         values = [value for value in _distinct(fact(description, key) for description in descriptions) if value]
         if values:
             plural = label if len(values) == 1 else f"{label}s"
-            found.append((plural, ", ".join(values[:_FEW]) + (", …" if len(values) > _FEW else "")))
+            found.append((plural, ", ".join(values[:_MAX_VALUES]) + (", …" if len(values) > _MAX_VALUES else "")))
     return found
 
 
 def machines(descriptions: Sequence[Mapping[str, Any]]) -> str:
-    """Where the runs were made."""
+    """The machines on which the runs were made."""
     names = _distinct(str((d.get("environment") or {}).get("device") or "not recorded") for d in descriptions)
-    return ", ".join(names[:_FEW]) + (", …" if len(names) > _FEW else "")
+    return ", ".join(names[:_MAX_VALUES]) + (", …" if len(names) > _MAX_VALUES else "")
 
 
 def summary(descriptions: Sequence[Mapping[str, Any]]) -> str:
-    """What is on a page with several scenes, in one sentence."""
+    """The content of a page with several experiments in one sentence."""
     methods, benchmarks, encoders = (
         len(_distinct(fact(description, key) for description in descriptions))
         for key in ("method", "benchmark", "encoder")
@@ -88,7 +87,7 @@ def summary(descriptions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before comparing the numbers."""
+    """Warnings about numbers that are not strictly comparable."""
     found = []
     if any(description.get("validation") for description in descriptions):
         found.append("Measured on images held out from the training data, not on the test set.")
@@ -107,7 +106,7 @@ def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def fact(description: Mapping[str, Any], key: str) -> str:
-    """One entry of run.json in a word; an encoder's is its name."""
+    """An entry of run.json as text; for an encoder its name."""
     value = description.get(key)
     return str(value.get("name", "")) if isinstance(value, dict) else "" if value is None else str(value)
 
