@@ -325,7 +325,7 @@ def _print_learned(report: dict[str, Any]) -> None:
     """Print what was learned, the accuracy, and the state of the model."""
     classes, seconds = escape(listed(list(report["classes"]))), report["seconds"]
     if report["updated"]:
-        out.print(f"Added {report['images']} images of {classes} in {seconds:.0f} s.", highlight=False)
+        out.print(f"Added {report['images']} more images of {classes} in {seconds:.0f} s.", highlight=False)
     else:
         out.print(
             f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {report['epochs']} epochs.",
