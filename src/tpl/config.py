@@ -16,10 +16,15 @@ C = TypeVar("C", bound="Config")
 
 
 def option(
-    default: Any, help: str, choices: Iterable[str] = (), minimum: float | None = None, above: float | None = None
+    default: Any,
+    help: str,
+    choices: Iterable[str] = (),
+    minimum: float | None = None,
+    above: float | None = None,
+    group: str = "",
 ) -> Any:
-    """A field with a default, a sentence of help, and the values it accepts."""
-    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "above": above}
+    """A field with a default, a sentence of help, the values it accepts, and the heading it is listed under."""
+    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "above": above, "group": group}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run works: bars with the time left on a terminal, plain lines elsewhere, warnings."""
+"""Progress on stderr: bars with the time left on a terminal, plain lines elsewhere, and warnings."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 
 def draws(console: Console) -> bool:
-    """Whether bars can be drawn on a console; where they cannot, there are lines.
+    """Whether progress bars can be drawn on a console; where they cannot, progress is printed in lines.
 
-    FORCE_COLOR makes rich take any file for a terminal. A file may have colours, but a bar would fill it with escapes.
+    FORCE_COLOR makes rich treat any file as a terminal: colours do no harm there, but bars would fill it with escapes.
     """
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
 
 
 def shares_stdout(console: Console) -> bool:
-    """Whether a console writes to the very terminal or file that standard output goes to."""
+    """Whether a console writes to the same terminal or file as standard output."""
     try:
         if console.file.isatty() and sys.stdout.isatty():
             return True
         return os.path.sameopenfile(sys.stdout.fileno(), console.file.fileno())
-    except (OSError, ValueError):  # one of them is no file, but an object in memory
+    except (OSError, ValueError):  # one of them is not a file, but an object in memory
         return False
 
 
 def writes_lines(console: Console, as_json: bool = False) -> bool:
-    """Whether progress is told in lines. None is written into a file that gets the JSON for programs."""
+    """Whether progress is printed in lines; never where they would get into the JSON output."""
     return not draws(console) and not (as_json and shares_stdout(console))
 
 
 def run_progress(console: Console, as_json: bool = False) -> RunProgress | ProgressLines:
-    """The listener of a command that makes runs; with `as_json` there is no bar."""
+    """The progress callback of a command that makes runs; with `as_json` there is no bar."""
     return ProgressLines(console) if writes_lines(console, as_json) else RunProgress(console, quiet=as_json)
 
 
 def work_progress(console: Console, as_json: bool = False, quiet: bool = False) -> WorkProgress | ProgressLines:
-    """The listener of a command whose work has phases; with `as_json` there is no bar, if `quiet` no line either."""
+    """The progress callback of a command that works in phases: no bar with `as_json`, nothing at all if `quiet`."""
     if writes_lines(console, as_json) and not quiet:
         return ProgressLines(console)
     return WorkProgress(console, quiet=as_json or quiet)
 
 
-class _Watched:
-    """A bar that is gone or at rest when the work ends, however it ends."""
+class _StopsBar:
+    """A context manager that stops its progress bar at the end, also after an error."""
 
     progress: Progress
     bar: TaskID | None = None
@@ -70,10 +70,10 @@ class _Watched:
             self.progress.stop()
 
 
-class RunProgress(_Watched):
-    """A listener that draws one bar a run, of several side by side the first one's.
+class RunProgress(_StopsBar):
+    """A callback that draws one bar per run; of runs trained side by side, only the first has a bar.
 
-    Progress goes to stderr: stdout is for results.
+    Progress goes to stderr, since stdout is for results.
     """
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
@@ -89,11 +89,11 @@ class RunProgress(_Watched):
         )
         self.images: list[int] = []
         self.stage = 0
-        self.run: RunLabel | None = None  # whose bar it is
-        self.full = ""  # how much of the network's capacity is in use, where the method has a say in it
+        self.run: RunLabel | None = None  # the run that the bar shows
+        self.full = ""  # the used share of the network's capacity, if the method reports it
 
     def __call__(self, event: Event) -> None:
-        """Draw one event."""
+        """Show one event."""
         if event.kind == "run" and self.stage == len(self.images):
             self.run = event.run
         if event.run != self.run and event.kind != "warning":
@@ -105,7 +105,7 @@ class RunProgress(_Watched):
     def _on_run(self, data: dict[str, Any]) -> None:
         self.images, self.stage = data["images"], data["learned"]
         done = sum(self.images[: self.stage])
-        self.progress.start()  # not earlier: a run that cannot begin draws nothing, not even an empty line
+        self.progress.start()  # not earlier, so that a run that fails to start prints no empty line
         self.bar = self.progress.add_task(
             data["method"], total=float(sum(self.images)), completed=done, doing="starting"
         )
@@ -122,7 +122,7 @@ class RunProgress(_Watched):
         self.full = f", {100 * data['units']:.0f} % full"
 
     def _on_warning(self, data: dict[str, Any]) -> None:
-        self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr: --json or not
+        self.console.print(f"[yellow]warning:[/] {escape(data['text'])}", soft_wrap=True)  # on stderr, also with --json
 
     def _on_stage(self, data: dict[str, Any]) -> None:
         last = 100 * data["so_far"]["last"]
@@ -130,18 +130,20 @@ class RunProgress(_Watched):
         self._say(f"{last:.1f} % right after task {self.stage} of {len(self.images)}{self.full}")
         self.full = ""
         if self.bar is not None:
-            self.progress.update(self.bar, completed=sum(self.images[: self.stage]))  # shares add up to almost 1
+            self.progress.update(
+                self.bar, completed=sum(self.images[: self.stage])
+            )  # the epochs' shares may not add up exactly
 
     def _say(self, text: str, advance: float = 0.0) -> None:
         if self.bar is not None:
             self.progress.update(self.bar, doing=text, advance=advance)
 
 
-class WorkProgress(_Watched):
-    """One bar for work in phases, such as reading images and then learning them; gone when the work is done.
+class WorkProgress(_StopsBar):
+    """One bar for work in phases, such as reading images and then learning them; removed when the work is done.
 
-    A listener of learning, too. Nothing is drawn where nobody watches: `quiet`, or stderr is no terminal. Warnings
-    are printed either way.
+    It is also the callback of learning. No bar is drawn if `quiet` or if stderr is not a terminal; warnings are printed
+    in any case.
     """
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
@@ -159,23 +161,23 @@ class WorkProgress(_Watched):
         self.phase, self.done, self.started = "", 0, 0.0
 
     def begin(self, phase: str, total: int | None) -> None:
-        """Start a phase of `total` steps, each of about the same length; None if nobody knows how many."""
+        """Start a phase of `total` steps of about the same length; None if their number is not known."""
         if self.bar is None:
             self.progress.start()
         else:
-            self.progress.remove_task(self.bar)  # a new bar: the time left of one phase says nothing of the next
+            self.progress.remove_task(self.bar)  # a new bar, with its own estimate of the time left
         self.bar = self.progress.add_task(phase, total=total, doing="")
         self.phase, self.done, self.started = phase, 0, time.monotonic()
 
     def advance(self, steps: int, doing: str | None = None) -> None:
-        """Some steps are done; `doing` says more, else the speed is shown."""
+        """Count finished steps; the bar shows `doing`, or else the speed."""
         self.done += steps
         speed = self.done / max(time.monotonic() - self.started, 1e-9)
         if self.bar is not None:
             self.progress.update(self.bar, advance=steps, doing=f"{speed:.0f} a second" if doing is None else doing)
 
     def __call__(self, event: Event) -> None:
-        """Draw one event of learning."""
+        """Show one event of learning."""
         if event.kind == "warning":
             self.console.print(f"[yellow]warning:[/] {escape(event.data['text'])}", soft_wrap=True, highlight=False)
         elif event.kind == "phase":

@@ -109,6 +109,21 @@ class ModelStore:
         with self.writing():
             yield
 
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """Hold the directory for writing; if it is new and no model is committed to it, remove it at the end."""
+        new = not self.path.exists()
+        try:
+            with self.writing():
+                yield
+        finally:
+            if new and not self.exists():
+                for leftover in (self.path / ".lock", self.holder_file):
+                    with suppress(OSError):
+                        leftover.unlink()
+                with suppress(OSError):
+                    self.path.rmdir()
+
     @property
     def holder_file(self) -> Path:
         """The file that names the process which holds the lock."""

@@ -28,7 +28,7 @@ from tpl.engine import Event, Listener
 from tpl.methods import load_methods
 from tpl.scores import DETECTORS
 
-TINY = ["--encoder", SMALL_VIT, "--tasks", "2", "--epochs", "1", "--latent", "8", "--device", "cpu"]
+TINY = ["--encoder", SMALL_VIT, "--tasks", "2", "--epochs", "1", "--set", "latent=8", "--device", "cpu"]
 
 
 def call(*arguments: str | Path) -> Result:
@@ -127,12 +127,12 @@ def test_describe_explains_every_option(method: str) -> None:
     options = {option["name"]: option for option in about["options"]}
     assert set(options) == set(load_methods()[method].config_class.__dataclass_fields__)
     for option in options.values():
-        assert set(option) == {"name", "default", "choices", "help"}
+        assert set(option) == {"name", "default", "choices", "help", "group"}
         assert option["help"].strip()
         assert not option["choices"] or option["default"] in option["choices"]
     text = call("describe", method).stdout
-    assert all(name in text for name in options)
-    assert about["from_scratch"] == ("from scratch" in text.split("option")[0]) == load_methods()[method].from_scratch
+    assert all(text_of in text for option in options.values() for text_of in (option["name"], option["group"]))
+    assert about["from_scratch"] == ("from scratch" in text.split("Options")[0]) == load_methods()[method].from_scratch
 
 
 # Runs

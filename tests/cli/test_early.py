@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpl import TplError
-from tpl.cli.app import whole
+from tpl.cli.app import uninterrupted
 from tpl.methods import load_methods
 from tpl.names import method_names, refuse_unknown
 
@@ -78,7 +78,7 @@ def test_ctrl_c_waits_for_what_must_be_whole() -> None:
     done = []
 
     def work() -> None:
-        with whole():
+        with uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
             done.append(True)
 

@@ -26,11 +26,11 @@ from typer.testing import CliRunner
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError, cli
-from tpl.cli.model_plan import Budget, method_for, width_for
-from tpl.cli.model_words import listed, printable, round_up, size
+from tpl.cli.plan import Budget, method_for, width_for
+from tpl.cli.text import listed, round_up, size
 from tpl.console import WorkProgress
 from tpl.engine import Event
-from tpl.lines import ProgressLines
+from tpl.lines import ProgressLines, printable
 from tpl.memory import encode
 from tpl.schedule import LARGE, SMALL
 from tpl.stream import find_images
@@ -470,7 +470,7 @@ def test_rename_and_remove_as_json(own: Path) -> None:
 
 def test_removing_asks_first(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pass --yes" in refusal("remove", own, "cat")
-    monkeypatch.setattr("tpl.cli.model._at_terminal", lambda: True)
+    monkeypatch.setattr("tpl.cli.models._at_terminal", lambda: True)
     result = call("remove", own, "cat", stdin=b"n\n")
     assert result.exit_code == 1 and "Nothing was removed" in result.stderr
     assert ask("show", own)["classes"] == PETS

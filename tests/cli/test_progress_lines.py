@@ -37,7 +37,7 @@ def told(text: str) -> list[str]:
 def test_lines_come_while_a_run_works(tmp_path: Path) -> None:
     """In a process of its own, whose standard error is a file: what is in it before the run ends was flushed."""
     run, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "out"
-    few = ["--method", "finetune", "--tasks", "2", "--epochs", "1", "--latent", "8", "--device", "cpu"]
+    few = ["--method", "finetune", "--tasks", "2", "--epochs", "1", "--set", "latent=8", "--device", "cpu"]
     command = [sys.executable, "-m", "small_encoder", "run", "digits-5t", "--encoder", SMALL_VIT, *few]
     command += ["--out", str(run), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -25,7 +25,7 @@ from tpl.bench.engines import ENGINES, JobEvent
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, data_hashes
 from tpl.bench.suite_run import RunState
-from tpl.cli.suite_view import SuiteView, seconds_left
+from tpl.cli.suite import SuiteView, seconds_left
 from tpl.nets.compact import record
 
 GRID = ["--methods", "tpl,slda", "--benchmarks", "digits-5t", "--orders", "natural,random:1"]
@@ -180,7 +180,7 @@ def test_an_interrupted_suite_goes_on(place: Path) -> None:
     assert result.exit_code == 130
     answer = json.loads(result.stdout)
     assert [run["state"] for run in answer["runs"]] == ["finished", "interrupted", "interrupted", "interrupted"]
-    assert "go on with the same command" in result.stderr
+    assert "continue with the same command" in result.stderr
     assert states(place) == ["finished", "waiting", "waiting", "waiting"]  # the light job wrote no run.json
     finished = ask(place, 0)
     assert [run["reused"] for run in finished["runs"]] == [True, False, False, False]

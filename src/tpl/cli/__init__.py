@@ -1,7 +1,7 @@
 """The `tpl` command: parses, calls one function below, prints.
 
-A group of commands is one module here. To add one, write its functions with `@app.command()` and name the
-module below; torch, timm and matplotlib belong inside the functions (see `app.py`).
+Each module holds a group of commands, registered with `@app.command()`. To add a group, write its module and name it
+below; import torch, timm and matplotlib inside the functions (see `app.py`).
 """
 
 from importlib import import_module
@@ -10,10 +10,10 @@ from tpl.cli.app import app, main
 
 # In the order of `tpl --help`.
 for _name in (
-    "model_learn",
-    "model_predict",
-    "model",
-    "model_evaluate",
+    "learn",
+    "predict",
+    "models",
+    "evaluate",
     "serve",
     "export",
     "bench",

@@ -1,19 +1,21 @@
-"""Commands that say what there is: list, describe."""
+"""Commands that list and describe what the package has: list, describe."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from tpl.cli.app import AsJson, app, out, print_json
+from tpl.cli.app import REFERENCE, app, out, print_json
+from tpl.cli.options import AsJson
 
 
-@app.command("list")
+@app.command("list", rich_help_panel=REFERENCE)
 def list_(as_json: AsJson = False) -> None:
     """Show all methods, benchmarks, encoders, scores, training techniques and protections.
 
@@ -44,8 +46,11 @@ def list_(as_json: AsJson = False) -> None:
         out.print(table, "")
 
 
-@app.command()
-def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], as_json: AsJson = False) -> None:
+@app.command(rich_help_panel=REFERENCE)
+def describe(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="A method; `tpl list` shows all.")],
+    as_json: AsJson = False,
+) -> None:
     """Explain a method: its idea, its paper, what it keeps and costs, and every option with its default.
 
     Example: `tpl describe tpl`
@@ -62,6 +67,7 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
             "default": f.default,
             "choices": list(f.metadata["choices"]),
             "help": f.metadata["help"],
+            "group": f.metadata["group"],
         }
         for f in dataclasses.fields(found.config_class)
     ]
@@ -86,14 +92,27 @@ def describe(method: Annotated[str, typer.Argument(help="One of `tpl list`.")], 
         out.print("[bold]Encoder[/]: pre-trained ones, or resnet18 from scratch")
     doc = sys.modules[found.__module__].__doc__ or ""
     out.print("\n" + reflowed(doc) + "\n", highlight=False)
-    table = Table("option", "default", "values", "what it does", box=None, header_style="bold")
-    for field in fields:
-        table.add_row(field["name"], str(field["default"]), ", ".join(field["choices"]), field["help"])
-    out.print(table)
+    _print_options(fields)
+
+
+def _print_options(fields: list[dict[str, Any]]) -> None:
+    """Print one table per group of options; its columns are as wide as in the other tables."""
+    names, defaults = (max(len(str(field[key])) for field in fields) for key in ("name", "default"))
+    out.print("[bold]Options[/], for `--set NAME=VALUE`:")
+    for group in dict.fromkeys(field["group"] for field in fields):
+        table = Table(title=group, title_justify="left", title_style="bold", show_header=False, box=None)
+        table.add_column(width=names, no_wrap=True)
+        table.add_column(width=defaults, style="cyan", overflow="fold")
+        table.add_column()
+        for field in fields:
+            if field["group"] == group:
+                values = f"\n[dim]{' | '.join(field['choices'])}[/]" if field["choices"] else ""
+                table.add_row(field["name"], str(field["default"]), escape(field["help"]) + values)
+        out.print("", table)
 
 
 def reflowed(text: str) -> str:
-    """Paragraphs as one line each, for a terminal of any width; what is indented or numbered keeps its lines."""
+    """Join the lines of each paragraph, for a terminal of any width; indented and numbered lines stay as they are."""
     lines: list[str] = []
     for line in text.strip().splitlines():
         begins = not line or line.startswith(" ") or re.match(r"\d+\. ", line)

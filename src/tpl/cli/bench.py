@@ -1,4 +1,4 @@
-"""Commands that run and compare: demo, run, ablate."""
+"""Commands that run benchmarks and vary a trained model: demo, run, ablate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tpl.cli.app import (
+from tpl.cli.app import EXPERIMENTS, app, err, out, print_json
+from tpl.cli.options import (
+    OUTPUT,
+    TRAINING,
     AsJson,
+    Benchmark,
     Compile,
     Data,
     DataOfRun,
     Device,
     Download,
-    EncoderName,
+    Encoder,
     Epochs,
+    FinishedRun,
     HeldOut,
-    Latent,
     Memory,
+    Orders,
     PerTask,
     Precision,
     Rate,
@@ -30,14 +35,10 @@ from tpl.cli.app import (
     Track,
     Validation,
     Weights,
-    app,
     class_orders,
     class_sizes,
-    err,
     method_names,
-    out,
     overrides,
-    print_json,
     separate,
     trackers,
 )
@@ -47,16 +48,15 @@ if TYPE_CHECKING:
     from tpl.engine import Event, Listener
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def demo(
-    directory: Annotated[Path, typer.Option("--out", help="Where the runs and the page go.")] = Path("runs/demo"),
-    resume: Annotated[bool, typer.Option(help="Continue an interrupted demo; finished runs are kept.")] = False,
+    directory: Annotated[Path, typer.Option("--out", help="The folder for the runs and the page.")] = Path("runs/demo"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted demo.")] = False,
     epochs: Epochs = None,
     device: Device = "auto",
-    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Teach the bundled digits to three learners, side by side. About 2.5 minutes on two cores, offline.
+    """Compare three methods on the bundled digits. About 2.5 minutes on two cores, offline.
 
     Ten classes arrive in five tasks. Fine-tuning forgets, TPL does not, joint training is the upper bound.
 
@@ -68,9 +68,9 @@ def demo(
 
     try:
         with run_progress(err, as_json) as progress:
-            result = run_demo(directory, device, seed, resume, progress, epochs)
+            result = run_demo(directory, device, seed=0, resume=resume, listen=progress, epochs=epochs)
     except KeyboardInterrupt:
-        err.print("Interrupted. Finished tasks are safe; go on with: tpl demo --resume", soft_wrap=True)
+        err.print("Interrupted. Finished tasks are stored; continue with: tpl demo --resume", soft_wrap=True)
         raise typer.Exit(130) from None
     page = directory / "report.html"
     write_page(Findings([FoundRun(*pair) for pair in result.placed()]), page, "TPL on the bundled digits")
@@ -78,52 +78,58 @@ def demo(
         print_json({"methods": result.rows(), "report": str(page)})
         return
     out.print(rich_table(summary_rows(result.runs, "joint"), width=out.width))
-    out.print(f"The page with accuracy matrices and curves: [bold]{escape(str(page))}[/]", soft_wrap=True)
+    out.print(f"A page with accuracy matrices and curves: [bold]{escape(str(page))}[/]", soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def run(
-    benchmark: Annotated[str, typer.Argument(help="One of `tpl list`.")],
+    benchmark: Benchmark,
     method: Annotated[
         str,
-        typer.Option(help="One of `tpl list`. Several, joined by commas, train once what they have in common."),
+        typer.Option(
+            help="A method; `tpl list` shows all. Of several, joined by commas, the training they have in common is "
+            "done once."
+        ),
     ] = "tpl",
-    encoder: EncoderName = "compact",
-    weights: Weights = None,
+    encoder: Encoder = "compact",
     data: Data = None,
     download: Download = False,
-    order: Annotated[
-        str,
-        typer.Option(
-            help="natural, random:SEED, or FILE.json:ID. Several, joined by commas, are runs that train side by side."
-        ),
-    ] = "natural",
-    seed: Seed = 0,
+    order: Orders = "natural",
     per_task: PerTask = None,
     tasks: Tasks = None,
     validation: Validation = None,
-    held_out: HeldOut = None,
     epochs: Epochs = None,
     lr: Rate = None,
     memory: Memory = None,
-    latent: Latent = None,
     protect: Annotated[
-        str | None, typer.Option(help="How tasks that share adapters are kept apart: hat or supsup.")
+        str | None,
+        typer.Option(
+            help="How earlier tasks are protected in shared adapters: hat or supsup.", rich_help_panel=TRAINING
+        ),
     ] = None,
     set_: Set = None,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    compile: Compile = "auto",
+    held_out: HeldOut = None,
+    seed: Seed = 0,
     directory: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="The run directory, or the folder for several; by default runs/ and a name after the settings.",
+            help="The run directory, or the folder for several runs; by default runs/ and a name made of the settings.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = False,
-    against: Annotated[Path | None, typer.Option(help="A joint run: adds the rectified forgetting rate.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run.", rich_help_panel=OUTPUT)
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The directory of a joint run: adds the rectified forgetting rate.", rich_help_panel=OUTPUT),
+    ] = None,
     track: Track = None,
+    weights: Weights = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    compile: Compile = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Run one method on one benchmark and print its accuracy.
@@ -146,7 +152,7 @@ def run(
 
     `tpl run digits-5t --track tensorboard --track mlflow:mlruns`
 
-    `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run over four GPUs, which share every batch)
+    `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run on four GPUs, which share every batch)
     """
     pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
     from tpl.bench.benchmarks import find_benchmark
@@ -174,7 +180,7 @@ def run(
             device=device,
             precision=precision,
             compile=compile,
-            options=overrides(epochs, lr, memory, latent, set_) | ({"protect": protect} if protect else {}),
+            options=overrides(epochs, lr, memory, set_, protect=protect),
         )
         for name, each in pairs
     ]
@@ -189,8 +195,8 @@ def run(
         except KeyboardInterrupt:
             where = escape(", ".join(map(str, places)))
             if processes.leads:
-                again = "go on with the same command and --resume"
-                err.print(f"Interrupted. Finished tasks are safe in {where}; {again}.", soft_wrap=True)
+                again = "continue with the same command and --resume"
+                err.print(f"Interrupted. Finished tasks are stored in {where}; {again}.", soft_wrap=True)
             raise typer.Exit(130) from None
     if not processes.leads:
         return
@@ -224,14 +230,14 @@ def _with_notes(specs: list[RunSpec], listen: Listener) -> Listener:
     return on_event
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def ablate(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run of the method tpl or tpl-plus.")],
+    run_directory: FinishedRun,
     only: Annotated[
         str | None,
         typer.Option(
             metavar="GROUP,...",
-            help="Which variants: compose, terms, beta, gamma, k, memory; of tpl-plus also expert, passes.",
+            help="Only these variants: compose, terms, beta, gamma, k, memory; of tpl-plus also expert, passes.",
         ),
     ] = None,
     data: DataOfRun = None,
@@ -239,13 +245,13 @@ def ablate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Exchange the parts of TPL's score on a trained model, or shrink its memory; nothing is trained anew.
+    """Measure a trained model with parts of TPL's score exchanged, or with less memory; nothing is trained.
 
-    The first time, the test images go through every task's model, and what these say is kept in RUN/outputs. From then
-    on neither images nor encoder are asked (though loading a model still takes the encoder's weights). digits-5t takes
-    about 17 seconds the first time and 10 later on one core, 6 for a single group.
+    The first time, the test images go through every task's model, and the outputs are kept in RUN/outputs. From then on
+    neither images nor encoder are run (but the encoder's weights are still loaded). digits-5t takes about 17 seconds
+    the first time and 10 later on one core, 6 for a single group.
 
-    To choose a value, ablate a run made with --validation: choosing on test images is not honest.
+    To choose a value, ablate a run made with --validation, not one measured on test images.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""The command that turns a model into one ONNX file: export."""
+"""The command that writes a model as one ONNX file: export."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from tpl.cli.app import AsJson, Download, Model, Weights, app, err, out, print_json
-from tpl.cli.model_words import SHOWN, percent, size, warn
+from tpl.cli.app import MODELS, app, err, out, print_json
+from tpl.cli.options import DATA, AsJson, Download, Model, TestData, Weights
+from tpl.cli.text import SHOWN, percent, size, warn
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
@@ -23,27 +24,31 @@ if TYPE_CHECKING:
     from tpl.stream import Labelled
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def export(
     model: Model,
-    file: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; an old one is replaced.")],
+    file: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; an existing file is replaced.")],
     precision: Annotated[
-        str, typer.Option(help="fp32; fp16: the trunk in half precision; int8: its linear layers quantised.")
+        str, typer.Option(help="fp32; fp16: the encoder in half precision; int8: its linear layers quantised.")
     ] = "fp32",
     check: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Labelled images to compare on: class folders, a zip, a CSV list."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Also compare on labelled images: class folders, a zip of them, or a CSV file.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="NAME", help="A known data set's test part instead.")] = None,
+    data: TestData = None,
     download: Download = False,
     weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model of tpl or tpl-plus as one ONNX file, which runs without tpl and without torch.
+    """Write a model of tpl or tpl-plus as one ONNX file, which runs without this package and without torch.
 
-    uint8 images go in; log-probabilities of classes, probabilities of tasks and the unknown score come out. Class
-    names and input size are in the file. It is compared with the model on a few stored images before it appears; with
-    --check or --data, on labelled ones too. Takes about half a minute.
+    Input: uint8 images. Output: log-probabilities of classes, probabilities of tasks and the unknown score. Class names
+    and input size are in the file. It is compared with the model on a few stored images before it is written; with
+    --check or --data, also on labelled images. Takes about half a minute.
 
     Examples:
 
@@ -73,7 +78,7 @@ def export(
 
 
 def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Comparison, list[str]]:
-    """Model and file on labelled images, and the images that could not be read."""
+    """Compare model and file on labelled images; also name the images that could not be read."""
     from tpl.console import work_progress
     from tpl.export.compare import compare
     from tpl.stream import batches_of

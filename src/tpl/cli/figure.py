@@ -10,36 +10,39 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tpl.cli.app import AsJson, DataOfRun, Device, Weights, app, out, print_json
+from tpl.cli.app import EXPERIMENTS, app, out, print_json
+from tpl.cli.options import AsJson, DataOfRun, Device, Weights
 from tpl.errors import TplError
 
 figure = typer.Typer(
-    help="Draw why a task is told by a likelihood ratio: a trained model's features, or the paper's toy example.",
+    help="Draw why a likelihood ratio predicts the task: a trained model's features, or the paper's toy example.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-app.add_typer(figure, name="figure")
+app.add_typer(figure, name="figure", rich_help_panel=EXPERIMENTS)
 
 
 @figure.command()
 def densities(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run of tpl, of two tasks or more.")],
-    task: Annotated[int | None, typer.Option(help="One task, counted from 1; by default all.")] = None,
+    run_directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The directory of a finished run of tpl with at least two tasks.")
+    ],
+    task: Annotated[int | None, typer.Option(help="The number of one task, from 1; by default all.")] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Show the replay memory instead of the test images.")
     ] = False,
     file: Annotated[
-        Path | None, typer.Option("--out", help="The picture, .png or .svg; by default RUN/densities.png.")
+        Path | None, typer.Option("--out", help="The file to write, .png or .svg; by default RUN/densities.png.")
     ] = None,
     data: DataOfRun = None,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Draw where a task's own images and those of other tasks lie in its model's features, one panel a task.
+    """Draw the features of a task's own images and of other tasks' images under its model, one panel per task.
 
-    Features are projected on two principal components; contours are of kernel density estimates. The test images go
-    through the model once, and what it says is kept in RUN/outputs. digits-5t takes about 14 seconds the first time,
+    Features are projected on two principal components; contours are kernel density estimates. The test images go
+    through the model once, and its outputs are kept in RUN/outputs. digits-5t takes about 14 seconds the first time,
     8 later.
 
     Examples:
@@ -66,10 +69,10 @@ def densities(
 
 @figure.command()
 def toy(
-    file: Annotated[Path, typer.Option("--out", help="The picture, .png or .svg.")] = Path("toy.png"),
+    file: Annotated[Path, typer.Option("--out", help="The file to write, .png or .svg.")] = Path("toy.png"),
     as_json: AsJson = False,
 ) -> None:
-    """Draw the paper's example of two Gaussians: the likelihood of a task alone misleads, the ratio does not.
+    """Draw the paper's example of two Gaussians: a task's likelihood alone is misleading, the ratio is not.
 
     The task is N(0, 1), the others are N(0, 0.01). Takes about 5 seconds; needs no data.
 
@@ -91,10 +94,10 @@ def _written(file: Path) -> None:
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """Say what to do where matplotlib, which draws, is missing."""
+    """Say how to install matplotlib where it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise TplError("Pictures are drawn by matplotlib, which is missing here: pip install matplotlib") from error
+        raise TplError("Pictures need matplotlib, which is not installed: pip install matplotlib") from error

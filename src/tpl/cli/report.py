@@ -1,4 +1,4 @@
-"""The command that puts runs side by side: report."""
+"""The command that compares runs on an HTML page: report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tpl.cli.app import AsJson, app, out, print_json
+from tpl.cli.app import EXPERIMENTS, app, out, print_json
+from tpl.cli.options import OUTPUT, AsJson
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
@@ -19,32 +20,49 @@ if TYPE_CHECKING:
     from tpl.report.find import Experiment
 
 STDOUT = "-"
-_AMPLE = 104  # characters
+_AMPLE = 104  # characters: a terminal wide enough for all columns
 _STYLES = {"better": "bold green", "worse": "bold red", "within noise": "", "too few pairs": "dim"}
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Finished run directories, or folders of them, such as a suite's.")
+        list[Path],
+        typer.Argument(metavar="RUN", help="Directories of finished runs, or folders of them, such as a suite's."),
     ],
-    file: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The page's heading.")] = "Class-incremental learning",
     against: Annotated[
         list[Path] | None,
-        typer.Option(help="Other runs (once for each folder): what moved since, and is it noise?"),
+        typer.Option(
+            help="Earlier runs to compare with, and whether differences are noise; may be given several times."
+        ),
     ] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="The tables as Markdown, too.")] = None,
-    latex: Annotated[str | None, typer.Option(metavar="FILE|-", help="The tables as LaTeX (booktabs), too.")] = None,
+    file: Annotated[Path, typer.Option("--out", help="The page to write.", rich_help_panel=OUTPUT)] = Path(
+        "report.html"
+    ),
+    title: Annotated[
+        str, typer.Option(help="The page's heading.", rich_help_panel=OUTPUT)
+    ] = "Class-incremental learning",
+    markdown: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Also write the tables as Markdown.", rich_help_panel=OUTPUT)
+    ] = None,
+    latex: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Also write the tables as LaTeX (booktabs).", rich_help_panel=OUTPUT),
+    ] = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Curves, matrices and AUROC-accuracy as PNG and SVG, too.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Also draw curves, matrices and accuracy against AUROC, as PNG and SVG.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put finished runs on one self-contained HTML page, and print their tables.
+    """Write one self-contained HTML page about finished runs, and print their tables.
 
-    Runs that differ in class order and seed only are averaged; what the paper prints for the same method, benchmark and
-    encoder stands beside them. Takes about 5 seconds and half a second a run; nothing is trained or measured.
+    Runs that differ only in class order and seed are averaged; the paper's numbers for the same method, benchmark and
+    encoder are shown next to them. Takes 5 seconds and half a second per run; nothing is trained or measured.
 
     Examples:
 
@@ -58,7 +76,7 @@ def report(
     """
     streams = [text for text in (markdown, latex) if text == STDOUT]
     if len(streams) + as_json > 1:
-        raise TplError("Only one of --json, --markdown - and --latex - can have the standard output.")
+        raise TplError("Only one of --json, --markdown - and --latex - can write to standard output.")
     from tpl.report import compare, find_runs, write_page
     from tpl.report.pictures import write_figures
 
@@ -85,7 +103,7 @@ def report(
 def _write_tables(
     experiments: list[Experiment], comparison: Comparison | None, markdown: str | None, latex: str | None
 ) -> dict[str, str]:
-    """The same tables in one or two languages; the files written."""
+    """Write the tables as Markdown and LaTeX, where asked for; the files written, by format."""
     if markdown is None and latex is None:
         return {}
     from tpl.report.compare import comparison_table

@@ -2,75 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from tpl.cli.app import (
+from tpl.cli.app import EXPERIMENTS, app, err, out, print_json
+from tpl.cli.options import (
+    ADVANCED,
+    DATA,
+    OUTPUT,
     AsJson,
     Data,
     Device,
     Download,
     Epochs,
-    Latent,
     Memory,
     Precision,
     Rate,
     Seed,
     Set,
-    app,
     class_orders,
-    err,
     overrides,
 )
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.paper import Row
-    from tpl.bench.paper.judge import Judgement
+    from tpl.bench.paper.evidence import Group
+    from tpl.bench.paper.judge import Finding, Judgement
     from tpl.bench.reproduce import Settings
 
+COLOURS = {"reached": "green", "missed": "red", "no evidence": "yellow", "shown": "default"}
 
-@app.command()
+
+@app.command(rich_help_panel=EXPERIMENTS)
 def reproduce(
     rows: Annotated[
-        list[str] | None, typer.Argument(metavar="ROW", help="Rows of the paper: names, prefixes or globs.")
+        list[str] | None,
+        typer.Argument(metavar="ROW", help="Rows of the paper's tables: names, prefixes or globs."),
     ] = None,
-    listing: Annotated[bool, typer.Option("--list", help="List rows and whether this program can run them.")] = False,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the rows, and whether this program can run them.")
+    ] = False,
     evidence: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Judge the runs in DIR; nothing is run.")
+        Path | None, typer.Option("--from", metavar="DIR", help="Compare the finished runs in DIR; run nothing.")
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="How many points below the paper's number still count as reached.")
+    ] = 0.5,
     data: Data = None,
     download: Download = False,
-    weights: Annotated[
-        Path | None, typer.Option(help="Encoder weights: a file, or a folder with ENCODER.safetensors.")
-    ] = None,
     orders: Annotated[
         str | None,
-        typer.Option(help="Class orders, joined by commas. By default natural,random:1,random:2; with --from all."),
+        typer.Option(
+            help="Class orders, separated by commas; by default natural,random:1,random:2; with --from all.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    seed: Seed = 0,
     epochs: Epochs = None,
     lr: Rate = None,
     memory: Memory = None,
-    latent: Latent = None,
     set_: Set = None,
+    seed: Seed = 0,
+    directory: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="The folder for the runs; finished runs there are not repeated.", rich_help_panel=OUTPUT
+        ),
+    ] = Path("runs/reproduce"),
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Encoder weights: a file, or a folder with ENCODER.safetensors.", rich_help_panel=ADVANCED),
+    ] = None,
     device: Device = "auto",
     precision: Precision = "auto",
-    directory: Annotated[
-        Path, typer.Option("--out", help="Where the runs go; those finished there are not repeated.")
-    ] = Path("runs/reproduce"),
-    tolerance: Annotated[float, typer.Option(min=0, help="Points that ours may be worse than the paper's.")] = 0.5,
     as_json: AsJson = False,
 ) -> None:
-    """Run what a row of the paper needs, or read finished runs, and compare. Exit code 1 unless every row is reached.
+    """Compare with rows of the paper's tables: run what they need, or read finished runs.
 
-    A row is a table, a line and a benchmark. With --from, overrides such as --epochs choose among the runs found.
-    Comparing finished runs takes a second; making them takes as long as `tpl run` does, once per class order.
+    A row is a table, a line of it and a benchmark. Exit code 1 unless every row is reached. With --from, options such
+    as --epochs choose among the runs found. Comparing finished runs takes a second; making them takes as long as
+    `tpl run` does, once per class order.
 
     Examples:
 
@@ -86,11 +104,9 @@ def reproduce(
         raise TplError("Name a row of the paper, such as encoders/vit-tiny/c100-10t; `tpl reproduce --list` shows all.")
     found = find_rows(rows or ["*"])
     if listing:
-        from tpl.cli.verdicts import print_list
-
-        print_list(found, as_json)
+        _print_list(found, as_json)
         return
-    options = overrides(epochs, lr, memory, latent, set_)
+    options = overrides(epochs, lr, memory, set_)
     names = None if orders is None else class_orders(orders, to_run=evidence is None)
     if evidence is not None:
         judgements = _judge_folder(found, evidence, options, names, tolerance)
@@ -99,9 +115,7 @@ def reproduce(
 
         settings = Settings(directory, data, weights, download, names or ORDERS, seed, device, precision, options)
         judgements = _judge_new_runs(found, settings, tolerance, as_json)
-    from tpl.cli.verdicts import print_verdicts
-
-    print_verdicts(judgements, tolerance, as_json)
+    _print_verdicts(judgements, tolerance, as_json)
     if any(judgement.verdict in ("missed", "no evidence") for judgement in judgements):
         raise typer.Exit(1)
 
@@ -134,10 +148,169 @@ def _judge_new_runs(rows: Sequence[Row], settings: Settings, tolerance: float, a
             runs = run_rows([row for row in rows if not obstacles[row.name]], settings, progress)
     except KeyboardInterrupt:
         where = escape(str(settings.out))
-        err.print(f"Interrupted. Finished tasks are safe in {where}; the same command goes on.", soft_wrap=True)
+        err.print(f"Interrupted. Finished tasks are stored in {where}; continue with the same command.", soft_wrap=True)
         raise typer.Exit(130) from None
     judgements = [judge(row, runs, tolerance, settings.options) for row in rows]
     return [
         replace(j, reason=f"this program cannot run it (it has {problem})") if (problem := obstacles[j.row.name]) else j
         for j in judgements
     ]
+
+
+def _print_list(rows: Sequence[Row], as_json: bool) -> None:
+    """Print rows, the paper's numbers, and whether this program can run them."""
+    from tpl.bench.paper import QUANTITIES
+    from tpl.bench.reproduce import obstacle
+
+    problems = {row.name: obstacle(row) for row in rows}
+    if as_json:
+        entries = [
+            {
+                "row": row.name,
+                "printed_as": row.label,
+                "method": row.method,
+                "encoder": row.encoder,
+                "benchmark": row.benchmark,
+                "paper": {key: value.mean for key, value in row.values.items()},
+                "misprint": row.misprint,
+                "runnable": problems[row.name] is None,
+                "obstacle": problems[row.name],
+            }
+            for row in rows
+        ]
+        print_json({"rows": entries})
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("row", no_wrap=True)
+    table.add_column("paper")
+    table.add_column("runnable")
+    for row in rows:
+        numbers = ", ".join(f"{QUANTITIES[key].title} {value}" for key, value in row.values.items())
+        problem = problems[row.name]
+        table.add_row(row.name, numbers, f"[yellow]{problem}[/]" if problem else "[green]yes[/]")
+    out.print(table)
+
+
+def _print_verdicts(judgements: Sequence[Judgement], tolerance: float, as_json: bool) -> None:
+    """Print the paper's numbers and ours, remarks on the rows, and the runs behind the numbers."""
+    count = Counter(judgement.verdict for judgement in judgements)
+    if as_json:
+        rows = [judgement.to_dict() for judgement in judgements]
+        print_json({"tolerance": tolerance, "verdicts": dict(count), "rows": rows})
+        return
+    out.print(_table(judgements))
+    for judgement in judgements:
+        for mark, text in (("no evidence", judgement.reason), ("misprint", judgement.row.misprint)):
+            if text:
+                out.print(f"[yellow]{mark}:[/] {judgement.row.name}: {escape(text)}", highlight=False)
+    _print_evidence(judgements)
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in count.items())
+    meaning = f"Reached: at most {tolerance:g} points worse than the paper; n: class orders; ±: deviation over them."
+    out.print(f"Rows: [bold]{verdicts}[/]. {meaning}", highlight=False)
+
+
+def _table(judgements: Sequence[Judgement]) -> Table:
+    from tpl.bench.paper import QUANTITIES
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("row", overflow="fold")
+    table.add_column("")
+    for title in ("paper", "ours", "diff.", "n"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for judgement in judgements:
+        for index, finding in enumerate(judgement.findings):
+            table.add_row(
+                judgement.row.name if index == 0 else "",
+                QUANTITIES[finding.quantity].title,
+                _paper(finding),
+                "–" if finding.ours is None else f"{finding.ours:.2f}{_spread(finding.std)}",
+                "–" if finding.difference is None else f"{finding.difference:+.2f}",
+                str(judgement.orders),
+                f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]",
+            )
+    return table
+
+
+def _paper(finding: Finding) -> str:
+    """The number to reach; a star marks one that corrects a misprint."""
+    return str(finding.paper) if finding.target == finding.paper.mean else f"{finding.target:g}*"
+
+
+def _spread(std: float | None) -> str:
+    return "" if std is None else f" ± {std:.2f}"
+
+
+def _print_evidence(judgements: Sequence[Judgement]) -> None:
+    """Print each group of runs behind the numbers once, with the rows it is used for."""
+    rows: dict[str, list[str]] = {}
+    used: dict[str, Group] = {}
+    unused: dict[str, tuple[Group, Group]] = {}
+    for judgement in judgements:
+        for group in judgement.used:
+            key = group.runs[0].settings()
+            used[key] = group
+            rows.setdefault(key, []).append(judgement.row.name)
+        for group in judgement.unused:
+            judged = next(g for g in judgement.used if _subject(g) == _subject(group))
+            unused[group.runs[0].settings()] = (group, judged)
+    for key, group in used.items():
+        out.print(f"\n[bold]{', '.join(dict.fromkeys(rows[key]))}[/]", highlight=False)
+        out.print(_facts(group), highlight=False)
+    others = [pair for key, pair in unused.items() if key not in used]
+    if others:
+        out.print("\n[bold]Not compared: runs with other settings[/]")
+        for group, judged in others:
+            out.print(f"  {escape(_other(group, judged))}", highlight=False)
+    if used:
+        out.print()
+
+
+def _facts(group: Group) -> Table:
+    """Settings, class orders, seeds, hashes, commit and device of a group of runs."""
+    shared, runs = group.description, [run.description for run in group.runs]
+    environments = [run.get("environment", {}) for run in runs]
+    lines = {
+        "runs": _numbers(group),
+        "options": " ".join(f"{name}={value}" for name, value in _settings(group).items()),
+        "orders": _each(f"{run['order']} (seed {run['seed']})" for run in runs),
+        "encoder": f"{shared['encoder']['name']} {shared['encoder'].get('sha256')}",
+        "data": _each(" ".join(f"{part} {str(value)[:12]}" for part, value in run["data"].items()) for run in runs),
+        "commit": _each(str(environment.get("commit")) for environment in environments),
+        "device": _each(str(environment.get("device")) for environment in environments),
+        "from": _each(str(run.place) for run in group.runs),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, text in lines.items():
+        table.add_row(f"  [dim]{name}[/]", escape(text))
+    return table
+
+
+def _other(group: Group, judged: Group) -> str:
+    """How a group's settings differ from those of the judged group, and its results."""
+    mine, theirs = _settings(group), _settings(judged)
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    apart = " ".join(f"{name}={mine.get(name)}" for name in names if mine.get(name) != theirs.get(name))
+    if group.description["encoder"] != judged.description["encoder"]:
+        apart += f" encoder sha256 {group.description['encoder'].get('sha256')}"
+    places = _each(str(run.place) for run in group.runs)
+    return f"{apart.strip()}: {_numbers(group)}; {_each(group.orders())}; {places}"
+
+
+def _subject(group: Group) -> tuple[str, str]:
+    return group.description["benchmark"], group.description["method"]
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    return {**group.description["options"], "precision": group.description.get("precision")}
+
+
+def _numbers(group: Group) -> str:
+    measured = {title: group.measure(title.lower()) for title in ("Last", "AIA", "TIL")}
+    numbers = (f"{title} {100 * value[0]:.2f}" for title, value in measured.items() if value is not None)
+    return f"{' on '.join(reversed(_subject(group)))}, {', '.join(numbers)}"
+
+
+def _each(texts: Iterable[str]) -> str:
+    """The distinct texts, in order."""
+    return ", ".join(dict.fromkeys(texts))

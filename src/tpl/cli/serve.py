@@ -1,4 +1,4 @@
-"""The command that puts a model behind HTTP: serve."""
+"""The command that serves a model over HTTP: serve."""
 
 from __future__ import annotations
 
@@ -8,40 +8,46 @@ from typing import Annotated
 
 import typer
 
-from tpl.cli.app import AsJson, Device, Model, Precision, Weights, app, err, out, print_json
+from tpl.cli.app import MODELS, app, err, out, print_json
+from tpl.cli.options import TRAINING, AsJson, Device, Model, Precision, Weights
 from tpl.errors import TplError
 
+LIMITS = "Limits"
 NEEDED = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def serve(
     model: Model,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine, all requests need the token.")
+        str, typer.Option(help="Address to listen on; other than this machine's own, every request needs the token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the token; else TPL_TOKEN, else a new one is printed.")
+        Path | None,
+        typer.Option(help="A file with the token; without it TPL_TOKEN is used, or else a new token is printed."),
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Learn nothing, whoever asks.")] = False,
-    examples: Annotated[bool, typer.Option(help="Show stored training images to those who may ask.")] = True,
-    max_upload: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.")] = 256,
-    max_pixels: Annotated[float, typer.Option(min=0.01, help="Largest image, in million pixels.")] = 50.0,
-    max_files: Annotated[int, typer.Option(min=1, help="Most images a request.")] = 64,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Refuse requests to learn.")] = False,
+    examples: Annotated[bool, typer.Option(help="Show stored training images on the page.")] = True,
+    max_upload: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.", rich_help_panel=LIMITS)] = 256,
+    max_pixels: Annotated[
+        float, typer.Option(min=0.01, help="Largest image, in million pixels.", rich_help_panel=LIMITS)
+    ] = 50.0,
+    max_files: Annotated[int, typer.Option(min=1, help="Most images per request.", rich_help_panel=LIMITS)] = 64,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over a new task's images; by default as `tpl learn` chooses.")
+        int | None,
+        typer.Option(min=1, help="Epochs for a new task; by default as `tpl learn` chooses.", rich_help_panel=TRAINING),
     ] = None,
     weights: Weights = None,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Answer over HTTP, with a page for people, and learn new classes meanwhile. Ready in a few seconds.
+    """Serve a model over HTTP, with a web page; new classes can be added while it runs. Ready in a few seconds.
 
     Open the address it prints, or send images: `curl -F files=@cat.jpg http://127.0.0.1:8000/predict`. New classes come
     as a zip of class folders: `curl -H "Authorization: Bearer TOKEN" -F file=@birds.zip http://127.0.0.1:8000/tasks`.
-    They are learned in the background and committed to MODEL; until then the old model answers. Ctrl-C stops it.
+    They are learned in the background and stored in MODEL; until then the old model answers. Ctrl-C stops it.
 
     Examples:
 

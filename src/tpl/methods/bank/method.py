@@ -138,11 +138,6 @@ class BankMethod(Method):
                 "Start one process, or choose another technique."
             )
 
-    @property
-    def memory_budget(self) -> int:
-        """How many images the memory may keep."""
-        return self.config.memory
-
     @abstractmethod
     def conclude(self, task: Task, samples: Samples) -> None:
         """Keep what later stages need of a task, now that its model is trained: the data will be gone."""

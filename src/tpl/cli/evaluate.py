@@ -5,42 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tpl.cli.app import AsJson, Device, Download, Model, Weights, app, err, out, print_json
-from tpl.cli.model_words import SHOWN, listed, percent, unknown_text, warn
+from tpl.cli.app import MODELS, app, err, out, print_json
+from tpl.cli.options import AsJson, Batch, Device, Download, Folder, Model, Strict, TestData, Weights
+from tpl.cli.text import SHOWN, listed, percent, unknown_text, warn
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.learner import Learner
     from tpl.stream import Labelled
 
-SHARE = 0.05  # of known images that may be taken for unknown
+SHARE = 0.05  # of known images that may be rejected as unknown
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def evaluate(
     model: Model,
-    place: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Class folders, a zip of them, or a CSV of path,label.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="NAME", help="A known data set's test part instead.")] = None,
+    place: Folder = None,
+    data: TestData = None,
     download: Download = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse images that cannot be read.")] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Images seen at a time.")] = 256,
+    strict: Strict = False,
+    batch: Batch = 256,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on labelled images: accuracy, by class, and what is taken for what.
+    """Measure a model on labelled images: accuracy in all and per class, and the confusions.
 
-    As fast as `tpl predict`. Images of classes that the model does not know count as unknown: how well it tells
-    them from known ones is measured, too. Of a folder with train/ and test/, the latter is taken.
+    As fast as `tpl predict`. Images of classes that the model does not know measure how well it detects unknown
+    images. Of a folder with train/ and test/, the test/ part is used.
 
     Examples:
 
@@ -56,7 +53,7 @@ def evaluate(
     learner = Learner.load(model, weights, device)
     with work_progress(err, as_json) as progress:
         progress.begin("evaluating", len(given.images))
-        seen = _see(learner, given, batch, strict, progress.advance)
+        seen = _predict(learner, given, batch, strict, progress.advance)
     if not seen.truth:
         raise TplError(f"None of the {len(given.images)} images in {given.origin} can be read: {seen.errors[0]}")
     report = {"model": str(model), "source": given.origin, **seen.report(learner), "skipped": list(given.skipped)}
@@ -69,8 +66,8 @@ def evaluate(
 
 
 @dataclass
-class Seen:
-    """Every image's true and predicted class and unknown score."""
+class Predictions:
+    """Every image's true class, predicted class and unknown score, and the errors of images that cannot be read."""
 
     truth: list[str] = field(default_factory=list)
     predicted: list[str] = field(default_factory=list)
@@ -78,7 +75,7 @@ class Seen:
     errors: list[str] = field(default_factory=list)
 
     def report(self, learner: Learner) -> dict[str, Any]:
-        """What there is to say of them."""
+        """Accuracy, per class too, confusions, and how well unknown images are detected."""
         known = set(learner.classes_)
         pairs = [(t, p) for t, p in zip(self.truth, self.predicted, strict=True) if t in known]
         confusion = {name: Counter(p for t, p in pairs if t == name) for name in learner.classes_}
@@ -125,10 +122,10 @@ class Seen:
         }
 
 
-def _see(learner: Learner, given: Labelled, size: int, strict: bool, advance: Any) -> Seen:
+def _predict(learner: Learner, given: Labelled, size: int, strict: bool, advance: Any) -> Predictions:
     from tpl.stream import batches_of
 
-    seen = Seen()
+    seen = Predictions()
     with closing(batches_of(given.images, learner.method.preprocess, size)) as ready:
         for part in ready:
             problems = [error for error in part.errors if error is not None]
@@ -149,7 +146,7 @@ def _print(report: dict[str, Any]) -> None:
         table = Table("class", box=None, header_style="bold")
         for column in ("images", "right", "accuracy"):
             table.add_column(column, justify="right")
-        table.add_column("taken for")
+        table.add_column("confused with")
         for name, row in report["classes"].items():
             others = [f"{p} {n}" for p, n in report["confusion"][name].items() if p != name]
             numbers = str(row["images"]), str(row["right"]), percent(row["accuracy"])

@@ -1,4 +1,4 @@
-"""What all commands on models share: sizes, and how numbers, names and files are put into words."""
+"""How sizes, shares, names and the state of a model are put into words."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from tpl.cli.app import err
-from tpl.lines import printable as printable
+from tpl.lines import printable
 
 if TYPE_CHECKING:
     from tpl.learner import Learner
 
-SHOWN = 10  # of a long list, this many are named
+SHOWN = 10  # entries of a long list that are printed
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def memory_of(learner: Learner) -> dict[str, Any]:
-    """What is kept of old images, how many images that is, how many there may be, and the size of it all."""
+    """A model's memory: what it keeps, the number of images, its budget, and its size."""
     memory, used = learner.method.memory, learner.method.memory_bytes
     counts = (len(memory), memory.budget) if memory is not None else (0, 0)
     kind = getattr(learner.method.config, "memory_kind", "images")
@@ -30,11 +30,11 @@ def memory_of(learner: Learner) -> dict[str, Any]:
 
 
 def memory_text(memory: dict[str, Any]) -> str:
-    """The same in words."""
+    """A model's memory, from `memory_of`, in words."""
     if memory["kind"] == "images":
         return f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}"
     kept = "statistics of features" if memory["kind"] == "features" else "a few sums"
-    return f"no images: {kept}, {size(memory['bytes'])} with what held-out images leave"
+    return f"no images: {kept}, {size(memory['bytes'])} with statistics of held-out images"
 
 
 def bytes_on_disk(model: Path) -> int:
@@ -42,33 +42,33 @@ def bytes_on_disk(model: Path) -> int:
     total = 0
     for folder, _, names in os.walk(model):
         for name in names:
-            with suppress(OSError):  # a writer may be sweeping
+            with suppress(OSError):  # a writer may be deleting old files
                 total += os.stat(os.path.join(folder, name)).st_size
     return total
 
 
 def capacity_text(capacity: dict[str, float] | None) -> str:
-    """How full the network is, in words."""
+    """How much of the network is in use, in words."""
     if capacity is None:
-        return "it cannot fill up"
+        return "unlimited: no task uses up units of the network"
     return f"{percent(1 - capacity['units'])} of the units are free, {percent(capacity['frozen'])} of the weights fixed"
 
 
 def unknown_text(floor: float) -> str:
-    """From which share on unknown images can be told, in words."""
+    """The smallest --reject that can detect unknown images, in words."""
     if floor >= 1:
-        return "cannot be told: a task has no held-out images"
-    return f"can be told with --reject {round_up(floor):g} or more"
+        return "cannot be detected: a task has no held-out images"
+    return f"can be detected with --reject {round_up(floor):g} or more"
 
 
 def round_up(share: float) -> float:
-    """The next larger number with two digits: a share that is to be typed must not be a little too small."""
+    """Round up to two significant digits: a share that somebody types must not be a little too small."""
     step = 10.0 ** (math.floor(math.log10(share)) - 1)
     return round(math.ceil(share / step - 1e-6) * step, 12)
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes in a readable unit."""
     for unit, factor in UNITS:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -76,22 +76,22 @@ def size(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share for people: as many digits as matter."""
+    """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %"
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """Names in a sentence; of many, the first."""
+    """Names joined by commas; of more than `most`, the first ones and a count."""
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def warn(text: str) -> None:
-    """One line on stderr."""
+    """Print a warning as one line on stderr."""
     err.print(f"[yellow]warning:[/] {escape(printable(text))}", soft_wrap=True, highlight=False)
 
 
 def weighting_text(weighting: dict[str, Any]) -> str:
-    """How far the tasks' models and the classifier over all classes count."""
+    """The weights of the tasks' models and of the classifier over all classes, in words."""
     images = weighting["fitted_on"]
     origin = f"fitted on {images} held-out image{'s' * (images != 1)}" if images else "as the options say"
     return f"task models ^ {weighting['bank']:g} x classifier over all classes ^ {weighting['expert']:g}, {origin}"

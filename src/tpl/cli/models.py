@@ -1,4 +1,4 @@
-"""Commands that look at a model or put it in order: show, rename, remove."""
+"""Commands that look at a model or edit its classes: show, rename, remove."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tpl.cli.app import AsJson, Device, Model, Weights, app, err, out, print_json
-from tpl.cli.model_words import (
+from tpl.cli.app import MODELS, app, err, out, print_json
+from tpl.cli.options import AsJson, Device, Model, Weights
+from tpl.cli.text import (
     bytes_on_disk,
     capacity_text,
     listed,
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from tpl.learner import Learner
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None:
-    """Tell what a model knows: tasks, classes, accuracy when learned, encoder, memory, size. A few seconds.
+    """Show what a model knows: tasks, classes, accuracy when learned, encoder, memory, size. Takes a few seconds.
 
     Example: `tpl show model`
     """
@@ -66,15 +67,15 @@ def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None
     out.print("", grid)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def rename(
     model: Model,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="The class as it is called now.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The present name of the class.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.")],
     weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a class another name. Nothing else changes. A few seconds.
+    """Rename a class; nothing else changes. Takes a few seconds.
 
     Example: `tpl rename model cat "tabby cat"`
     """
@@ -88,18 +89,18 @@ def rename(
     out.print(f"'{old}' is now called '{new}'.", markup=False, highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def remove(
     model: Model,
-    name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to forget.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to remove.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Forget a class: its stored images, statistics and name leave the model for good. A few seconds.
+    """Remove a class for good: its stored images, its statistics and its name. Takes a few seconds.
 
-    The other classes stay. On a terminal it asks first.
+    The other classes stay. On a terminal it asks for confirmation.
 
     Example: `tpl remove model cat --yes`
     """
@@ -107,7 +108,7 @@ def remove(
 
     if not yes:
         known = [c for task in ModelStore(model).header()["tasks"] for c in task["classes"]]
-        if name in known and not _confirmed(f"Forget '{name}' for good? Its stored images are deleted."):
+        if name in known and not _confirmed(f"Remove '{name}' for good? Its stored images are deleted."):
             err.print("Nothing was removed.")
             raise typer.Exit(1)
     from tpl.learner import Learner
@@ -118,7 +119,7 @@ def remove(
         print_json({"model": str(model), "removed": name, "classes": learner.classes_, "bytes": bytes_on_disk(model)})
         return
     left = len(learner.classes_)
-    out.print(f"'{name}' is forgotten; {left} classes are left.", markup=False, highlight=False)
+    out.print(f"'{name}' is removed; {left} classes are left.", markup=False, highlight=False)
 
 
 def _at_terminal() -> bool:
@@ -127,12 +128,12 @@ def _at_terminal() -> bool:
 
 def _confirmed(question: str) -> bool:
     if not _at_terminal():
-        raise TplError("Removing a class cannot be undone: pass --yes where nobody can be asked.")
+        raise TplError("Removing a class cannot be undone: without a terminal to ask on, pass --yes.")
     return typer.confirm(question, err=True)
 
 
 def _about(model: Path, learner: Learner) -> dict[str, Any]:
-    """All that `show` tells."""
+    """What `show` prints, for --json."""
     method = learner.method
     tasks = [
         {

@@ -1,0 +1,363 @@
+"""The command that makes a model or adds classes and images to it: learn."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
+from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Folder, Strict, Weights, separate
+from tpl.cli.plan import (
+    MEMORY,
+    OPTIONS,
+    PLUS,
+    Budget,
+    Request,
+    as_task,
+    encoded_size,
+    estimate,
+    method_for,
+    print_plan,
+    trained_on,
+    width_for,
+)
+from tpl.cli.text import (
+    SHOWN,
+    bytes_on_disk,
+    capacity_text,
+    listed,
+    memory_of,
+    memory_text,
+    percent,
+    size,
+    unknown_text,
+    warn,
+)
+from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.console import WorkProgress
+    from tpl.learner import Learner
+    from tpl.lines import ProgressLines
+    from tpl.store import ModelStore
+    from tpl.stream import Labelled
+
+    Progress = WorkProgress | ProgressLines
+
+
+@app.command(rich_help_panel=MODELS)
+def learn(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The model directory; made if it does not exist.")],
+    place: Folder = None,
+    update: Annotated[bool, typer.Option("--update", help="Add images of classes that the model knows.")] = False,
+    name: Annotated[str | None, typer.Option(help="The task's name; by default that of FOLDER.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be learned, how long and how large; store nothing.")
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A known data set (digits, cifar100, ...); FOLDER is where it is.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    download: Download = False,
+    classes: Annotated[
+        str | None, typer.Option(help="Only these classes, separated by commas.", rich_help_panel=DATA)
+    ] = None,
+    strict: Strict = False,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="tpl-plus (default): one model per task, and a classifier over all classes; tpl: without the latter.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="compact (default, in the package), any ViT or DeiT of timm, or resnet18 (trained from scratch).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Images kept for replay: a number (default 2000), a size such as 50MB, or none.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    memory_kind: Annotated[
+        str | None,
+        typer.Option(
+            help="What is kept of old data: images (default), features (their statistics), or none.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            help="For tpl-plus: how many tasks' models see an image: all (default), auto, or a number. May be changed "
+            "with a later task.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Epochs; by default 20 to 40, up to 60 with encoders other than compact.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    held_out: Annotated[
+        float,
+        typer.Option(
+            help="Share of each class's images to hold out of training, to measure on.", rich_help_panel=TRAINING
+        ),
+    ] = 0.1,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Random seed; 0 by default.", rich_help_panel=TRAINING)
+    ] = None,
+    weights: Weights = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Learn classes from folders of images: make a model, or add classes to one. Old classes are not forgotten.
+
+    40 images take less than a minute on two cores with the compact encoder; `--dry-run` estimates the time for yours.
+    Ctrl-C stops it and leaves the model as it was.
+
+    Examples:
+
+    `tpl learn model photos/`
+
+    `tpl learn model tomorrow.zip --name birds`
+
+    `tpl learn model list.csv --update`
+
+    `tpl learn model --data digits --classes 0,1,2 --memory 1MB --dry-run`
+
+    `tpl learn model photos/ --memory-kind features`
+
+    `tpl learn model photos/ --passes auto`
+    """
+    from tpl.store import ModelStore
+    from tpl.stream import labelled_images
+
+    budget = None if memory is None else Budget.parse(memory)
+    request = Request(
+        method, encoder, weights, budget, memory_kind, passes, epochs, seed, name, device, held_out, update, strict
+    )
+    store = ModelStore(model)
+    known = request.check_model(store)
+    given = labelled_images(place, data, download)
+    if classes is not None:
+        given = given.only(separate(classes))
+    request.check_classes(given, known, model)
+    before = _header_text(store)
+    try:
+        with uninterrupted():
+            import tpl.learner  # noqa: F401 (the slowest import)
+            from tpl.console import work_progress
+        with work_progress(err, as_json) as progress:
+            report = _dry_run(store, given, request, progress) if dry_run else _learn(store, given, request, progress)
+    except KeyboardInterrupt:
+        stored = _header_text(store) != before
+        state = "the task had just been stored" if stored else "nothing was stored, and nothing is lost"
+        err.print(f"Interrupted: {state}.", highlight=False)
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(report)
+    elif dry_run:
+        print_plan(report)
+    else:
+        _print_learned(report)
+
+
+def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
+    started = time.monotonic()
+    with store.creating():
+        learner = _learner(store, request)
+        ready, notes = _read(learner, given, request, progress)
+        chosen = _choose(learner, ready, request)
+        task = as_task(ready, _task_name(given))
+        if request.update:
+            learner.update(task, listen=progress, held_out=request.held_out)
+        else:
+            learner.learn(task, name=request.name, held_out=request.held_out, listen=progress, source=given.origin)
+        learner.save(store.path)
+    record = learner.tasks_[-1]
+    measured = not request.update
+    return {
+        "model": str(store.path),
+        "task": record.name if measured else None,
+        "updated": request.update,
+        "classes": ready.counts,
+        "images": record.images if measured else len(ready.images),
+        "held_out": record.held_out if measured else None,
+        "accuracy": record.accuracy if measured else None,
+        "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
+        "known_classes": len(learner.classes_),
+        **chosen,
+        "memory": memory_of(learner),
+        "capacity": learner.capacity(),
+        "smallest_reject": learner.rejection_floor(),
+        "bytes": bytes_on_disk(store.path),
+        "seconds": round(time.monotonic() - started, 2),
+        **notes,
+    }
+
+
+def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
+    started = time.monotonic()
+    learner = _learner(store, request)
+    ready, notes = _read(learner, given, request, progress)
+    reading = time.monotonic() - started
+    chosen = _choose(learner, ready, request)
+    memory = memory_of(learner)
+    train = trained_on(ready, request.held_out, learner.method.seed)
+    found = None
+    if not request.update:
+        progress.begin("timing a few steps", None)
+        found = estimate(learner, ready, train, chosen["epochs"])
+    return {
+        "dry_run": True,
+        "model": str(store.path),
+        "updated": request.update,
+        "classes": ready.counts,
+        "images": train,
+        "held_out": len(ready.images) - train,
+        **chosen,
+        "memory": {"kind": memory["kind"], "budget": memory["budget"]},
+        "seconds": None if found is None else round(found.seconds + reading, 1),
+        "bytes": None if found is None else found.bytes,
+        **notes,
+    }
+
+
+def _learner(store: ModelStore, request: Request) -> Learner:
+    from tpl.learner import Learner
+    from tpl.nets.compact import NAME as COMPACT
+
+    if store.exists():
+        return Learner.load(store.path, request.weights, request.device)
+    from tpl.schedule import schedule_for
+
+    encoder = request.encoder or COMPACT
+    options = OPTIONS | {"lr": schedule_for(encoder).lr}
+    options |= {} if request.memory_kind is None else {"memory_kind": request.memory_kind}
+    return Learner(
+        request.method or method_for(encoder),
+        encoder,
+        request.weights,
+        request.device,
+        seed=request.seed or 0,
+        **options,
+    )
+
+
+def _read(
+    learner: Learner, given: Labelled, request: Request, progress: Progress
+) -> tuple[Labelled, dict[str, list[str]]]:
+    """The images that can be read, and a list of what was left out; with --strict, an error instead."""
+    from tpl.stream import readable
+
+    progress.begin("reading", len(given.images))
+    images, problems = readable(given.images, learner.method.preprocess.shrink, progress.advance)
+    skipped = list(given.skipped)
+    if request.strict and (skipped or problems):
+        raise TplError(f"{listed([*skipped, *problems], 3)} (--strict was given.)")
+    if not len(images):
+        raise TplError(f"None of the {len(given.images)} images in {given.origin} can be read: {problems[0]}")
+    ready = given.with_images(images)
+    skipped += [f"{name}: no readable images" for name in given.class_names if name not in ready.class_names]
+    for text in (skipped + problems)[:SHOWN]:
+        warn(f"left out: {text}")
+    if len(skipped) + len(problems) > SHOWN:
+        warn(f"left out: {len(skipped) + len(problems) - SHOWN} more; --json names all.")
+    if len(ready.class_names) == 1 and not learner.classes_:
+        warn("a model with one class gives every image that name; learn more classes.")
+    return ready, {"skipped": skipped, "unreadable": problems}
+
+
+def _choose(learner: Learner, ready: Labelled, request: Request) -> dict[str, Any]:
+    """Set the options that depend on the images: epochs, and the memory of a new model."""
+    chosen: dict[str, Any] = {}
+    if not learner.classes_:
+        budget = request.memory or Budget.parse(MEMORY)
+        images = budget.in_images(lambda: encoded_size(ready.images, learner))
+        learner.method.set_options(memory=images)
+        if budget.bytes is not None:
+            chosen["memory_budget_bytes"] = budget.bytes
+    if request.passes is not None:
+        learner.method.set_options(passes=request.passes)
+    if request.update:
+        return chosen
+    from tpl.schedule import epochs_for
+
+    train = trained_on(ready, request.held_out, learner.method.seed)
+    if not learner.classes_ and learner.method.name == PLUS:
+        learner.method.set_options(width=width_for(train))
+    epochs = request.epochs or epochs_for(learner.method, train)
+    learner.method.set_options(epochs=epochs)
+    return chosen | {"epochs": epochs}
+
+
+def _task_name(given: Labelled) -> str:
+    return Path(given.origin).resolve().stem or "task"
+
+
+def _header_text(store: ModelStore) -> bytes:
+    try:
+        return store.header_file.read_bytes()
+    except OSError:
+        return b""
+
+
+def _print_learned(report: dict[str, Any]) -> None:
+    """Print what was learned, the accuracy, and the state of the model."""
+    classes, seconds = escape(listed(list(report["classes"]))), report["seconds"]
+    if report["updated"]:
+        out.print(f"Added {report['images']} more images of {classes} in {seconds:.0f} s.", highlight=False)
+    else:
+        out.print(
+            f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {report['epochs']} epochs.",
+            highlight=False,
+        )
+        _print_accuracy(report)
+    grid = Table.grid(padding=(0, 2))
+    memory = report["memory"]
+    kept = memory_text(memory)
+    if "memory_budget_bytes" in report:
+        kept += f" ({size(report['memory_budget_bytes'])} are about {memory['budget']} such images)"
+    for name, text in (
+        ("memory", kept),
+        ("capacity", capacity_text(report["capacity"])),
+        ("unknown", unknown_text(report["smallest_reject"])),
+        ("on disk", f"{size(report['bytes'])} in {report['model']}"),
+    ):
+        grid.add_row(f"[bold]{name}[/]", escape(text))
+    out.print(grid)
+
+
+def _print_accuracy(report: dict[str, Any]) -> None:
+    if report["accuracy"] is None:
+        out.print("No image was held out: `tpl evaluate` can measure it on others.", highlight=False)
+        return
+    held = report["held_out"]
+    few = ", too few for more than a hint" if held < 30 else ""
+    out.print(
+        f"Accuracy on {held} held-out images{few}: [bold]{percent(report['accuracy'])}[/], "
+        f"among all {report['known_classes']} classes.",
+        highlight=False,
+    )
+    for pair in report["confused"][:5]:
+        text = f"  {pair['true']} was taken for {pair['predicted']}: {pair['count']} of them"
+        out.print(escape(text), highlight=False)

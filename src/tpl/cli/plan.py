@@ -1,0 +1,279 @@
+"""What `tpl learn` is asked for and decides before it learns, and what `--dry-run` estimates and prints.
+
+Mistakes are reported before anything is read or imported: what needs torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from tpl.cli.app import out
+from tpl.cli.text import listed, size
+from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.engine import Event
+    from tpl.learner import Learner
+    from tpl.store import ModelStore
+    from tpl.stream import ImageSet, Labelled, Task
+
+PLUS = "tpl-plus"
+METHODS = (PLUS, "tpl")  # those whose models can be updated, have an unknown score, and can be exported
+FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
+OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
+MEMORY = "2000"
+MOST_FEATURES = 2048  # random features of tpl-plus: 17 MB in the model directory, and seconds to solve after a task
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_SAMPLE = 32  # images whose encoded size is averaged
+_TIMED = 64  # images in the timing of a dry run
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A replay memory as asked for: a number of images, or of bytes."""
+
+    images: int | None
+    bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """`2000` images, `50MB`, or `none`."""
+        plain = text.strip().lower().replace(" ", "")
+        if plain == "none":
+            return cls(0)
+        if plain.isdecimal():
+            return cls(int(plain))
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)i?b", plain)
+        if found is None:
+            raise TplError(f"--memory takes a number of images, a size such as 50MB, or none; got '{text}'.")
+        return cls(None, int(float(found[1]) * _FACTORS[found[2]]))
+
+    def in_images(self, encoded: Callable[[], float]) -> int:
+        """The budget as a number of images; `encoded` gives an image's average size in bytes, if it is needed."""
+        if self.images is not None:
+            return self.images
+        assert self.bytes is not None
+        return int(self.bytes / encoded())
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line of `tpl learn` asks for; None where the program chooses."""
+
+    method: str | None
+    encoder: str | None
+    weights: Path | None
+    memory: Budget | None
+    memory_kind: str | None
+    passes: str | None
+    epochs: int | None
+    seed: int | None
+    name: str | None
+    device: str
+    held_out: float
+    update: bool
+    strict: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise TplError(f"--held-out takes a share of at least 0 and below 1; got {self.held_out:g}.")
+        if self.update and (self.name is not None or self.epochs is not None):
+            raise TplError("--name and --epochs are for new classes; an update trains nothing. Leave them out.")
+        if self.memory is not None and self.memory_kind not in (None, "images"):
+            raise TplError(
+                f"--memory is a number of images, and --memory-kind {self.memory_kind} keeps none: leave one out."
+            )
+        if self.method is not None and self.method not in METHODS:
+            raise TplError(
+                f"--method takes {' or '.join(METHODS)}; got '{self.method}'. The others can be used from Python."
+            )
+
+    def check_model(self, store: ModelStore) -> list[str]:
+        """Refuse options that do not suit the model in `store`; the classes it knows."""
+        if not store.exists():
+            _refuse_other_folder(store)
+            if self.update:
+                raise TplError(f"{store.path} holds no model yet; --update adds images to one. Learn without it first.")
+            self._check_passes(self.method or method_for(self.encoder or ""))
+            return []
+        header = store.header()
+        fixed = {
+            "--method": (self.method, header["method"]),
+            "--encoder": (self.encoder, header["encoder"]["name"]),
+            "--seed": (self.seed, header["seed"]),
+            "--memory-kind": (self.memory_kind, header["options"].get("memory_kind", "images")),
+            "--memory": (self.memory.images if self.memory else None, header["options"].get("memory")),
+        }
+        for option, (asked, has) in fixed.items():
+            if asked is not None and asked != has:
+                raise TplError(f"{store.path} was made with {option} {has}, which cannot change; leave it out.")
+        if self.memory is not None and self.memory.bytes is not None:
+            raise TplError(
+                f"{store.path} keeps {fixed['--memory'][1]} images, which cannot change; leave --memory out."
+            )
+        self._check_passes(header["method"])
+        return [name for task in header["tasks"] for name in task["classes"]]
+
+    def _check_passes(self, method: str) -> None:
+        if self.passes is not None and method != PLUS:
+            raise TplError(
+                f"--passes is an option of {PLUS}, and this is a model of {method}, which runs every task's model."
+            )
+
+    def check_classes(self, given: Labelled, known: list[str], model: Path) -> None:
+        """Refuse known classes in new data, and unknown classes in an update."""
+        old = [name for name in given.class_names if name in known]
+        new = [name for name in given.class_names if name not in known]
+        if self.update and new:
+            how = f"; to add images of the others only, pass --classes {','.join(old)}" if old else ""
+            raise TplError(f"{model} does not know {listed(new)} yet: learn new classes without --update{how}.")
+        if old and not self.update:
+            how = f" To learn the new ones only, pass --classes {','.join(new)}." if new else ""
+            raise TplError(
+                f"{model} knows {listed(old)} already. To add more images of known classes, pass --update.{how}"
+            )
+
+
+def _refuse_other_folder(store: ModelStore) -> None:
+    """Refuse to make a model in a folder that holds other files; most likely the arguments were swapped."""
+    if not store.path.exists():
+        return
+    if not store.path.is_dir():
+        raise TplError(f"{store.path} is a file; MODEL is a directory to make: tpl learn MODEL FOLDER.")
+    if any(not entry.name.startswith(".") and not _left_by_a_writer(entry) for entry in store.path.iterdir()):
+        raise TplError(
+            f"{store.path} holds no model, but other files: name a new directory (the order is tpl learn MODEL FOLDER)."
+        )
+
+
+def _left_by_a_writer(entry: Path) -> bool:
+    """Whether a program that was killed in its first commit left this: `tasks/` with nothing but .safetensors files."""
+    if entry.name != "tasks" or not entry.is_dir():
+        return False
+    return all(file.suffix == ".safetensors" for file in entry.rglob("*") if not file.is_dir())
+
+
+def method_for(encoder: str) -> str:
+    """The default method of a new model."""
+    return "tpl" if encoder.partition(":")[0] == FROM_SCRATCH else PLUS
+
+
+def width_for(train: int) -> int:
+    """How many random features the expert of tpl-plus gets, for a first task with `train` training images."""
+    from tpl.methods.parts.ridge import features_for
+
+    return min(features_for(train), MOST_FEATURES)
+
+
+def as_task(given: Labelled, name: str) -> Task:
+    """Labelled images as a task."""
+    from tpl.stream import Task
+
+    return Task(name, given.class_names, given.images)
+
+
+def trained_on(given: Labelled, held_out: float, seed: int) -> int:
+    """How many images are left to train on once some of each class are held out."""
+    from tpl.stream.task import hold_out
+
+    return len(hold_out(as_task(given, ""), held_out, [seed])[0])
+
+
+def encoded_size(images: ImageSet, learner: Learner) -> float:
+    """The average size of an image in the replay memory, in bytes, estimated on a sample."""
+    import numpy as np
+
+    from tpl.memory import encode
+
+    chosen = np.unique(np.linspace(0, len(images) - 1, _SAMPLE).astype(int)).tolist()
+    return sum(len(encode(learner.method.preprocess.shrink(images.load(i)))) for i in chosen) / len(chosen)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long learning will take, and the size of the model then."""
+
+    seconds: float
+    bytes: int
+
+
+def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Estimate:
+    """Train on a few of the images for one epoch, with a learner to be thrown away, and scale up.
+
+    The time is measured on this machine with this data; other programs that run at the same time make it longer.
+    """
+    memory = learner.method.memory
+    replayed = memory is not None and len(memory) > 0
+    few = given.images.select(_some_of_each(given))
+    trained: dict[str, float] = {}
+
+    def listen(event: Event) -> None:
+        if event.kind == "trained":
+            trained.update(event.data)
+
+    old = [len(images) for images in memory.exemplars] if memory is not None else []
+    batch = min(learner.method.config.batch_size, max(1, len(few) // 2))
+    learner.method.set_options(epochs=1, batch_size=batch)
+    started = time.perf_counter()
+    learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, listen=listen)
+    around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory under every task's model
+    speed = trained["images"] / trained["seconds"]
+    passes = epochs * train * (2 if replayed else 1)
+    seconds = passes / speed + around * max(len(given.images) / len(few), 1)
+    if memory is None or not memory.budget:  # statistics that replace images do not grow with their number
+        return Estimate(seconds, _size(learner, memory=False) + _size(learner, memory=True))
+    quotas = memory.quotas(len(learner.classes_))
+    kept = sum(min(pair) for pair in zip([*old, *given.counts.values()], quotas, strict=True))
+    each = encoded_size(given.images, learner) + _size(learner, memory=True) / max(len(memory), 1)
+    return Estimate(seconds, int(_size(learner, memory=False) + kept * each))
+
+
+def _size(learner: Learner, memory: bool) -> int:
+    """Bytes of what was learned: the memory's images under the tasks' models, or everything else."""
+    state = learner.method.state()
+    tensors = [pair for part in (state.shared, *state.tasks) for pair in part.items()]
+    return sum(t.numel() * t.element_size() for name, t in tensors if name.startswith("memory.") == memory)
+
+
+def _some_of_each(given: Labelled) -> Any:
+    """Indices of a few images of every class."""
+    import numpy as np
+
+    each = max(1, _TIMED // len(given.class_names))
+    labels = given.images.labels
+    return np.concatenate([np.flatnonzero(labels == c)[:each] for c in range(len(given.class_names))])
+
+
+def print_plan(report: dict[str, Any]) -> None:
+    """Print what would be learned."""
+    table = Table("class", box=None, header_style="bold")
+    table.add_column("images", justify="right")
+    for name, count in report["classes"].items():
+        table.add_row(escape(name), str(count))
+    out.print(table)
+    out.print(f"To learn: {report['images']} images; held out to measure on: {report['held_out']}.", highlight=False)
+    if report["updated"]:
+        out.print("An update trains nothing: it takes little longer than predicting the images.")
+    else:
+        minutes, seconds = divmod(round(report["seconds"]), 60)
+        lasts = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+        out.print(
+            f"Time: about {lasts} for {report['epochs']} epochs, measured on a few steps just now. "
+            f"On disk: about {size(report['bytes'])}.",
+            highlight=False,
+        )
+    memory = report["memory"]
+    if memory["kind"] != "images":
+        out.print("Memory: no images. Nothing was stored.", highlight=False)
+        return
+    of = f", {size(report['memory_budget_bytes'])}" if "memory_budget_bytes" in report else ""
+    out.print(f"Memory: at most {memory['budget']} images{of}. Nothing was stored.", highlight=False)
