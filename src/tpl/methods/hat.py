@@ -29,7 +29,7 @@ from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together, equal_shares
-from tpl.scores.odin import Odin, perturb
+from tpl.scores.logits import Odin, perturb
 from tpl.state import beginning_with
 from tpl.stream import Task
 

@@ -27,7 +27,7 @@ from tpl.methods.parts.balance import Balance
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
-from tpl.scores.conformal import unknown_scores
+from tpl.scores.calibration import unknown_scores
 from tpl.state import beginning_with
 from tpl.stream import Task
 
