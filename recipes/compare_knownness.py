@@ -20,7 +20,7 @@ from tpl import Learner
 from tpl.bench.metrics import auroc
 from tpl.bench.results import describe_environment
 from tpl.methods.tpl import TPL
-from tpl.scores.conformal import unknown_scores
+from tpl.scores.calibration import unknown_scores
 from tpl.stream import load_source, split
 
 SHARE = 0.1

@@ -12,8 +12,7 @@ import torch
 from tpl.engine import Batches, Feed, Recipe, RecordedStep, Samples, Step, choose_compute
 from tpl.methods.bank import Bank
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import TECHNIQUES, Technique
-from tpl.methods.bank.techniques.vos import VOS
+from tpl.methods.bank.techniques import TECHNIQUES, VOS, Technique
 from tpl.methods.bank.training import BankObjective
 from tpl.nets import create_encoder
 from tpl.stream import Preprocess

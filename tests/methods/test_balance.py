@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpl.methods.parts.balance import BANK, EXPERT, USUAL, Balance
+from tpl.methods.plus import Balance
 
 
 def opinions(samples: int, sharpness: float, noise: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -18,30 +18,32 @@ def opinions(samples: int, sharpness: float, noise: float, seed: int) -> tuple[T
 
 
 def test_without_images_it_is_as_usual() -> None:
-    assert Balance().exponents == USUAL
+    assert Balance().exponents == Balance.usual
 
 
 def test_a_loud_opinion_is_toned_down_and_a_worthless_one_silenced() -> None:
     bank, labels = opinions(4000, sharpness=32, noise=1, seed=0)
     nothing = torch.full_like(bank, 1 / 3).log()
-    a, _ = Balance().noted(bank, nothing, labels).exponents
+    a, _ = Balance().updated(bank, nothing, labels).exponents
     assert a == 2 / 32  # logits 2 e_y + N(0, 1) have log-odds of twice their difference
     random, _ = opinions(4000, sharpness=32, noise=1, seed=1)
-    assert Balance().noted(random, nothing, labels).exponents[0] == min(BANK)
+    assert Balance().updated(random, nothing, labels).exponents[0] == min(Balance.bank_grid)
     right, _ = opinions(4000, sharpness=2, noise=1, seed=0)
-    a, w = Balance().noted(random, right, labels).exponents
-    assert (a, w) == (min(BANK), 1.0)
+    a, w = Balance().updated(random, right, labels).exponents
+    assert (a, w) == (min(Balance.bank_grid), 1.0)
 
 
 def test_the_likeliest_by_brute_force() -> None:
     (bank, labels), (expert, _) = opinions(300, 8, 2, seed=0), opinions(300, 3, 3, seed=0)
-    found = Balance().noted(bank[:100], expert[:100], labels[:100]).noted(bank[100:], expert[100:], labels[100:])
+    found = Balance().updated(bank[:100], expert[:100], labels[:100]).updated(bank[100:], expert[100:], labels[100:])
     assert found.images == 300
     costs = {
         (a, w): float(torch.nn.functional.cross_entropy(a * bank + w * expert, labels, reduction="sum"))
-        + float(torch.log2(torch.tensor(a / USUAL[0])) ** 2 + torch.log2(torch.tensor(w / USUAL[1])) ** 2)
-        for a in BANK
-        for w in EXPERT
+        + float(
+            torch.log2(torch.tensor(a / Balance.usual[0])) ** 2 + torch.log2(torch.tensor(w / Balance.usual[1])) ** 2
+        )
+        for a in Balance.bank_grid
+        for w in Balance.expert_grid
     }
     assert found.exponents == min(costs, key=lambda pair: costs[pair])
     assert Balance.from_state(found.state()).exponents == found.exponents
@@ -50,4 +52,4 @@ def test_the_likeliest_by_brute_force() -> None:
 
 def test_few_images_hardly_move_it() -> None:
     bank, labels = opinions(1, 0.5, 0, seed=0)
-    assert Balance().noted(bank, bank, labels).exponents == USUAL
+    assert Balance().updated(bank, bank, labels).exponents == Balance.usual

@@ -8,7 +8,7 @@ import pytest
 
 from common_checks import *  # noqa: F403 (the tests)
 from common_checks import FAMILY, HAT_FROM_SCRATCH, Case
-from tpl.methods.bank.techniques import TECHNIQUES, cmg
+from tpl.methods.bank.techniques import TECHNIQUES, ClassVAE
 
 CASES: dict[str, Case] = {name: (name, {}) for name in FAMILY}
 CASES["tpl"] = ("tpl", {"encoder": "compact"})  # what everybody starts with
@@ -22,7 +22,7 @@ CASES |= {"resnet18, tpl": ("tpl", HAT_FROM_SCRATCH[1]), "resnet18, hat": HAT_FR
 def _short() -> Iterator[None]:
     """CMG's generator, as short as it can be and still be trained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cmg, "GENERATOR_STEPS", 10)
+        patch.setattr(ClassVAE, "steps", 10)
         yield
 
 

@@ -25,7 +25,7 @@ from tpl.engine import infer
 from tpl.engine.recording import recorded
 from tpl.methods import load_methods
 from tpl.methods.bank import bank as bank_module
-from tpl.methods.bank.techniques import TECHNIQUES, cmg
+from tpl.methods.bank.techniques import TECHNIQUES, ClassVAE
 from tpl.stream import Stream
 
 Case = tuple[str, dict[str, Any]]
@@ -46,7 +46,7 @@ CASES |= {
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little as can be: of CMG's generator, and of the rows that fill a GPU's passes up."""
-    monkeypatch.setattr(cmg, "GENERATOR_STEPS", 5)
+    monkeypatch.setattr(ClassVAE, "steps", 5)
     for module, name in ((infer, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
         monkeypatch.setattr(module, name, 32)
 

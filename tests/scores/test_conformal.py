@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpl.answers import Answer
-from tpl.scores.conformal import p_values, smallest_share, unknown_scores
+from tpl.scores.calibration import p_values, smallest_share, unknown_scores
 
 
 def draws(*shape: int, seed: int = 0) -> Tensor:

@@ -112,3 +112,25 @@ def test_awkward_features_give_numbers() -> None:
             found = NearestNeighbours(k, distance).remember(bank).distances(z)
             assert bool(found.isfinite().all())
             assert bool((found >= 0).all())
+
+
+@pytest.mark.parametrize("stored", [1, 3, 40])
+def test_the_memory_takes_the_place_of_the_training_data(stored: int) -> None:
+    z, queries = features(60).double(), features(15, seed=1).double()
+    found = NearestNeighbours().fit_features(z, z, torch.zeros(60)).use_memory(z[:stored])
+    angles = queries / queries.norm(dim=1, keepdim=True) @ (z[:stored] / z[:stored].norm(dim=1, keepdim=True)).T
+    nearest = (2 - 2 * angles).sqrt().sort(dim=1).values  # |a - b|^2 = 2 - 2 a.b on the unit sphere
+    torch.testing.assert_close(found.score_features(queries, queries), -nearest[:, min(5, stored) - 1])
+    assert len(found.state()["bank_"]) == stored
+
+
+def test_the_memory_of_the_last_call_counts() -> None:
+    z, queries = features(60), features(15, seed=1)
+    found = NearestNeighbours().use_memory(z[:20]).use_memory(z[20:30])
+    expected = NearestNeighbours().remember(z[20:30])
+    assert torch.equal(found.score_features(queries, queries), expected.score_features(queries, queries))
+
+
+def test_an_empty_memory_says_nothing() -> None:
+    z = features(9)
+    assert NearestNeighbours().use_memory(z[:0]).score_features(z, z).tolist() == [0.0] * 9

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.scores import Odin
-from tpl.scores.odin import perturb
+from tpl.scores.logits import perturb
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.scores import OpenMax
-from tpl.scores.openmax import fit_weibull
+from tpl.scores.logits import fit_weibull
 
 Array = NDArray[np.float64]
 

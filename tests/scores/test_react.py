@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tpl.scores import ReAct
-from tpl.scores.react import percentile
+from tpl.scores.features import percentile
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -39,10 +39,9 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import IGNORED, Compute, Listener, Samples
 from tpl.methods.base import register
-from tpl.methods.parts.balanced import balanced
 from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod, balanced
 from tpl.nets import Encoder, as_vit
 from tpl.stream import Task
 
@@ -175,16 +174,16 @@ class Consolidation(CrossEntropy):
         classes, known = len(network.head_bias), len(teacher.head_bias) if teacher is not None else 0
         self.weight = weight * math.sqrt(classes / (classes - known))
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
-        """Both on one batch."""
-        counted = labels[0] != IGNORED
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The margin loss and the consolidation term of one batch."""
+        counted = labels != IGNORED
         features, stages = self.network.staged(images)
-        loss = mean_of(self.network.margin_losses(features, labels[0], self.margin), counted)
+        loss = mean_of(self.network.margin_losses(features, labels, self.margin), counted)
         if self.teacher is not None:
             with torch.no_grad():
                 _, before = self.teacher.staged(images)
             loss = loss + self.weight * mean_of(changes(stages, before, self.teacher.importance), counted)
-        return loss.unsqueeze(0)
+        return loss
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -39,12 +39,12 @@ class ProjectedGradient(CrossEntropy):
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.reference: Sequence[Tensor] = ()
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of the batch's first half; the gradient of the second, replayed one is kept beside it."""
         # In one pass: batch norms must see in training what statistics they answer by, both halves together.
-        (fresh, stored), (new, old) = self.network(images).chunk(2), labels[0].chunk(2)
+        (fresh, stored), (new, old) = self.network(images).chunk(2), labels.chunk(2)
         self.reference = torch.autograd.grad(F.cross_entropy(stored, old), self.parameters, retain_graph=True)
-        return F.cross_entropy(fresh, new).unsqueeze(0)
+        return F.cross_entropy(fresh, new)
 
     def after_backward(self, progress: Tensor) -> None:
         """Take out of the gradient what points against the stored images."""

@@ -52,10 +52,10 @@ class CosineCrossEntropy(CrossEntropy):
         super().__init__(network)
         self.scale = scale
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch."""
         logits = self.scale * cosines(self.network.features(images), self.network.head_weight)
-        return F.cross_entropy(logits, labels[0]).unsqueeze(0)
+        return F.cross_entropy(logits, labels)
 
 
 @register
@@ -73,7 +73,7 @@ class APER(NetworkMethod):
     splits = True
     config_class = APERConfig
     config: APERConfig
-    beside = ("scale", "sums", "counts")
+    extra_state = ("scale", "sums", "counts")
 
     def __init__(self, encoder: Encoder, config: APERConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)

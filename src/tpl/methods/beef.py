@@ -37,10 +37,9 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import IGNORED, Listener, Recipe, Samples
 from tpl.methods.base import register, task_of_class
-from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
 from tpl.methods.parts.network import CrossEntropy
-from tpl.methods.parts.rehearsal import RehearsalConfig
+from tpl.methods.parts.rehearsal import RehearsalConfig, balanced, fit_rows
 from tpl.stream import Task
 
 
@@ -151,14 +150,14 @@ class BiCompatible(CrossEntropy):
         """All heads; without an energy loss the forward prototypes have no use."""
         return [*self.backward, *self.new, *(self.forward if self.config.energy else ())]
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Old tasks against new classes; and negatives against both."""
         z = self.network.newest_features(images)
         logits = torch.cat([self.backward(z) / self.config.alignment, self.new(z)], dim=1)
-        loss = F.cross_entropy(logits, self.columns_of(labels[0]))
+        loss = F.cross_entropy(logits, self.columns_of(labels))
         if self.config.energy:
-            loss = loss + self.config.energy * self.energy_loss(self.negatives(images), labels[0])
-        return loss.unsqueeze(0)
+            loss = loss + self.config.energy * self.energy_loss(self.negatives(images), labels)
+        return loss
 
     def columns_of(self, labels: Tensor) -> Tensor:
         """The output that each label asks for: an old class's task, or the new class."""

@@ -34,10 +34,9 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Listener, Recipe, Samples
 from tpl.methods.base import register
-from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
 from tpl.methods.parts.network import CrossEntropy
-from tpl.methods.parts.rehearsal import RehearsalConfig
+from tpl.methods.parts.rehearsal import RehearsalConfig, balanced, fit_rows
 from tpl.stream import Task
 
 
@@ -118,12 +117,12 @@ class AuxiliaryLoss(CrossEntropy):
         self.known, self.weight = known, weight
         self.head = Head.new(len(network.head_bias) - known + 1, network, generator)
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Both on one batch."""
         features = self.network.features(images)
-        entropy = F.cross_entropy(self.network.logits(features), labels[0])
+        entropy = F.cross_entropy(self.network.logits(features), labels)
         newest = self.head(features[:, -self.network.dim :])
-        return (entropy + self.weight * F.cross_entropy(newest, auxiliary_labels(labels[0], self.known))).unsqueeze(0)
+        return entropy + self.weight * F.cross_entropy(newest, auxiliary_labels(labels, self.known))
 
 
 def auxiliary_labels(labels: Tensor, known: int) -> Tensor:

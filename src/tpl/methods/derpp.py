@@ -33,7 +33,7 @@ from tpl.engine import IGNORED, Compute, Event, Listener, Samples, batches_of_im
 from tpl.methods.base import register
 from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
-from tpl.methods.parts.reservoir import Reservoir
+from tpl.methods.parts.rehearsal import Reservoir
 from tpl.nets import Encoder
 from tpl.store import State
 from tpl.stream import Task
@@ -60,16 +60,15 @@ class DarkExperience(CrossEntropy):
         self.known = outputs < known.unsqueeze(1)  # which logits of a row there were when it entered
         self.logits = F.pad(logits, (0, len(outputs) - logits.shape[1]))
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """All three terms of one batch, whose second half is replayed."""
         fresh, replayed = self.network(images).chunk(2)
-        new, rows = labels[0].chunk(2)
+        new, rows = labels.chunk(2)
         counted, rows = rows != IGNORED, rows.clamp_min(0)
         known = self.known[rows]
         apart = (replayed - self.logits[rows]).square().where(known, 0).sum(dim=1) / known.sum(dim=1)
         again = F.cross_entropy(replayed, self.classes[rows].where(counted, IGNORED))
-        loss = F.cross_entropy(fresh, new) + self.alpha * mean_of(apart, counted) + self.beta * again
-        return loss.unsqueeze(0)
+        return F.cross_entropy(fresh, new) + self.alpha * mean_of(apart, counted) + self.beta * again
 
 
 @register
@@ -106,7 +105,7 @@ class DERpp(NetworkMethod):
                 due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
                 if self.encoder.batch_norms:  # an answer goes by statistics, and those of training have moved since
                     batches = self.config.batches(new, replay, self.generator("statistics"), whole=True)
-                    self.network.settle(batches_of_images(batches, self.normalise))
+                    self.network.estimate_batch_norms(batches_of_images(batches, self.normalise))
                 noted[due] = self.logits(samples.pixels[admission.entering[due]])
             listen(event)
 

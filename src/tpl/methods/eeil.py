@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from tpl.config import option
 from tpl.engine import Listener, Samples, silent
 from tpl.methods.base import register
-from tpl.methods.parts.balanced import BalancingConfig, balanced
-from tpl.methods.parts.distill import Distillation, side_by_side
-from tpl.methods.parts.rehearsal import RehearsalMethod
+from tpl.methods.parts.distill import Distillation, class_slices
+from tpl.methods.parts.rehearsal import BalancingConfig, RehearsalMethod, balanced
 from tpl.stream import Task
 
 
@@ -55,7 +54,7 @@ class EEIL(RehearsalMethod):
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Train with the old network for a teacher; then balance, with the trained one for a teacher."""
         config, old = self.config, self.old_samples()
-        tasks = side_by_side([len(classes) for classes in (*self.task_classes_, task.classes)])
+        tasks = class_slices([len(classes) for classes in (*self.task_classes_, task.classes)])
         new = self.grow(task, samples)
         teachers = [(self.network.copy(), tasks[:-1])] if self.classes_ else []
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)

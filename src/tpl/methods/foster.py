@@ -151,14 +151,14 @@ class Boosting(CrossEntropy):
         self.old, self.weights, self.config = old, weights, config
         self.head = Head.new(len(network.head_bias), network, generator)
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Balanced entropy, the new extractor's own, and distillation on the old classes."""
         z, dim, known = self.network.features(images), self.network.dim, len(self.old.head_bias)
         logits = self.network.logits(z)
         told_before = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
         kept = soft_cross_entropy(logits[:, :known], told_before, self.config.temperature)
-        loss = F.cross_entropy(logits / self.weights, labels[0]) + F.cross_entropy(self.head(z[:, dim:]), labels[0])
-        return (loss + self.config.keep * mean_of(kept, labels[0] != IGNORED)).unsqueeze(0)
+        loss = F.cross_entropy(logits / self.weights, labels) + F.cross_entropy(self.head(z[:, dim:]), labels)
+        return loss + self.config.keep * mean_of(kept, labels != IGNORED)
 
 
 class Compression(CrossEntropy):
@@ -168,12 +168,12 @@ class Compression(CrossEntropy):
         super().__init__(student)
         self.teacher, self.weights, self.temperature = teacher, weights, temperature
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Balanced distillation on one batch."""
         with torch.no_grad():
             told = self.teacher(images)
         rows = balanced_distillation(self.network(images), told, self.weights, self.temperature)
-        return mean_of(rows, labels[0] != IGNORED).unsqueeze(0)
+        return mean_of(rows, labels != IGNORED)
 
 
 def balanced_distillation(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float) -> Tensor:

@@ -32,10 +32,9 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import IGNORED, Listener, Samples, silent
 from tpl.methods.base import register
-from tpl.methods.parts.balanced import BalancingConfig
-from tpl.methods.parts.distill import Distillation, mean_of, rows_that_count, side_by_side
+from tpl.methods.parts.distill import Distillation, class_slices, mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import RehearsalMethod
+from tpl.methods.parts.rehearsal import BalancingConfig, RehearsalMethod
 from tpl.stream import Task
 
 
@@ -54,16 +53,12 @@ class Specialist(CrossEntropy):
         super().__init__(network)
         self.first, self.confidence = first, confidence
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
-        """The loss of one batch; there is one network."""
-        return self.of_logits(self.network(images), labels[0]).unsqueeze(0)
-
-    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over the new classes on their images; KL(uniform || softmax) over them on the others."""
-        log_p, mine = logits[:, self.first :].log_softmax(dim=1), labels >= self.first
+        log_p, mine = self.network(images)[:, self.first :].log_softmax(dim=1), labels >= self.first
         right = F.nll_loss(log_p, (labels - self.first).masked_fill(~mine, IGNORED), reduction="none")
         sure = -log_p.mean(dim=1) - math.log(log_p.shape[1])
-        return mean_of(right, mine) + self.confidence * mean_of(sure, ~mine & rows_that_count(labels))
+        return mean_of(right, mine) + self.confidence * mean_of(sure, ~mine & (labels != IGNORED))
 
 
 @register
@@ -97,7 +92,7 @@ class GD(RehearsalMethod):
         self.fit(new, silent, Specialist(self.network, first, config.confidence), old, name="specialist")
         specialist = self.network.copy()
         self.network.load_state_dict(before.state_dict())
-        prev, own = side_by_side([first, count])
+        prev, own = class_slices([first, count])
         teachers = [(before, [prev]), (specialist, [own])]
         self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
         balancing = config.balancing()

@@ -23,14 +23,13 @@ from tpl.engine import Compute, Inference, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query, within_tasks
 from tpl.methods.bank.method import BankMethod, MemoryConfig
-from tpl.methods.bank.techniques import TECHNIQUES
-from tpl.methods.bank.techniques.shared import misplaced
+from tpl.methods.bank.techniques import TECHNIQUES, swapped_quarters
 from tpl.methods.bank.training import TrainingJob
 from tpl.methods.base import register, task_of_class
 from tpl.nets import Encoder
 from tpl.scores import DETECTORS, Score
 from tpl.scores.calibration import calibrate_together, equal_shares
-from tpl.scores.odin import Odin, perturb
+from tpl.scores.logits import Odin, perturb
 from tpl.store import under_prefix
 from tpl.stream import Task
 
@@ -123,11 +122,11 @@ class HAT(BankMethod):
         A first task that was never shown an outlier is surer of everything than later ones, and raw scores choose it.
         """
         stored = self.replay_samples(label)
-        if stored is not None or self.config.first_outliers == "none" or not self.bank.technique.makes_do:
+        if stored is not None or self.config.first_outliers == "none" or not self.bank.technique.swaps_quarters:
             return stored
         generator = self.generator("first outliers")
         some = torch.randperm(len(samples), generator=generator)[: self.config.memory].to(samples.pixels.device)
-        pixels = misplaced(samples.pixels[some], generator).to(self.compute.device)
+        pixels = swapped_quarters(samples.pixels[some], generator).to(self.compute.device)
         return Samples(pixels, torch.full((len(pixels),), label, device=self.compute.device))
 
     def conclude(self, task: Task, samples: Samples) -> None:

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import IGNORED, Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.memory import FEATURE_POLICIES, POLICIES
 from tpl.methods.base import register
-from tpl.methods.parts.distill import mean_of, rows_that_count
+from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
 from tpl.nets import Encoder
@@ -57,13 +57,13 @@ class BinaryDistillation(CrossEntropy):
         self.teacher = teacher
         self.numbers = torch.arange(len(network.head_bias), device=network.head_bias.device)
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Binary cross-entropies, added up over classes; the mean over the rows that count."""
         with torch.no_grad():
             before = None if self.teacher is None else self.teacher(images)
         logits = self.network(images)
-        rows = F.binary_cross_entropy_with_logits(logits, self.targets(labels[0], before), reduction="none")
-        return mean_of(rows.sum(dim=1), rows_that_count(labels[0])).unsqueeze(0)
+        rows = F.binary_cross_entropy_with_logits(logits, self.targets(labels, before), reduction="none")
+        return mean_of(rows.sum(dim=1), labels != IGNORED)
 
     def targets(self, labels: Tensor, before: Tensor | None) -> Tensor:
         """What every output is asked for, given the old network's logits `before`, if there was one."""
@@ -84,7 +84,7 @@ class ICaRL(RehearsalMethod):
     splits = True
     config_class = ICaRLConfig
     config: ICaRLConfig
-    beside = ("means_",)
+    extra_state = ("means_",)
 
     def __init__(self, encoder: Encoder, config: ICaRLConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)

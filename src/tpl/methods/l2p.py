@@ -33,7 +33,7 @@ from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, t
 from tpl.engine.adam import Adam
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
-from tpl.methods.parts.head import GrowingHead
+from tpl.methods.parts.network import GrowingHead, Loss
 from tpl.nets import Encoder, as_vit
 from tpl.nets.encoder import prompted
 from tpl.store import State
@@ -79,26 +79,20 @@ def choose(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return similarity.topk(count, dim=1)
 
 
-class PromptLoss:
+class PromptLoss(Loss):
     """Cross-entropy over the newest classes, and keys drawn towards their queries."""
 
     def __init__(self, method: L2P, old: int) -> None:
         self.method, self.old = method, old
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch, labelled by number within the task."""
         pool = self.method.pool
         features, similarity = self.method.look(images, pool.keys, pool.prompts)
         logits = F.linear(features, pool.head_weight[self.old :], pool.head_bias[self.old :])
-        counted = (labels[0] != IGNORED).float()
+        counted = (labels != IGNORED).float()
         similar = (similarity.sum(dim=1) * counted).sum() / counted.sum()
-        return (F.cross_entropy(logits, labels[0]) - self.method.config.pull * similar).unsqueeze(0)
-
-    def after_backward(self, progress: Tensor) -> None:
-        """Nothing to do."""
-
-    def after_step(self) -> None:
-        """Nothing to do."""
+        return F.cross_entropy(logits, labels) - self.method.config.pull * similar
 
 
 @register

@@ -113,7 +113,7 @@ class PASS(NetworkMethod):
     from_scratch = True
     config_class = PASSConfig
     config: PASSConfig
-    beside = ("prototypes", "radius")
+    extra_state = ("prototypes", "radius")
 
     def __init__(self, encoder: Encoder, config: PASSConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)

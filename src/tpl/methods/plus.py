@@ -23,11 +23,10 @@ from tpl.engine import Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query, Seen, TaskModel, within_tasks
 from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
-from tpl.methods.parts.balance import Balance
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
-from tpl.scores.conformal import unknown_scores
+from tpl.scores.calibration import unknown_scores
 from tpl.store import under_prefix
 from tpl.stream import Task
 
@@ -66,6 +65,51 @@ class PlusConfig(RidgeConfig, TPLConfig):
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
         if self.looks != "upright":
             raise TplError(f"The expert of tpl-plus looks at an image once: looks={self.looks} is for tpl alone.")
+
+
+class Balance:
+    """The exponents a and w of bank and expert with the largest likelihood on held-out images.
+
+    A task's model has memorised its training images, and with few images or epochs the bank is as sure of a wrong
+    answer as of a right one. Of the held-out images only their likelihood at every a and w of a grid is stored, summed
+    over tasks, each of which adds its own images when it is learned. A few images say little, so there is a prior.
+    """
+
+    bank_grid = tuple(2.0**e for e in range(-6, 1))
+    expert_grid = tuple(2.0 ** (e / 2) for e in range(-4, 5))
+    # The expert's temperature is fitted already, the bank's is not. Chosen on held-out digits, 10 and 30 a class.
+    usual = 1 / 8, 1.0
+    prior = 1.0  # nats that half or twice the usual costs; it grows with the square of the logarithm
+
+    def __init__(self, likelihoods: Tensor | None = None, images: int = 0) -> None:
+        nothing = torch.zeros(len(self.bank_grid), len(self.expert_grid), dtype=torch.float64)
+        self.likelihoods = nothing if likelihoods is None else likelihoods.cpu()  # logarithms
+        self.images = images
+        self.exponents = self._most_likely()  # a and w
+
+    def updated(self, bank: Tensor, expert: Tensor, labels: Tensor) -> Balance:
+        """A balance that includes more held-out images: both log P(class | x), `[n, classes]`, and their classes."""
+        own = labels.unsqueeze(1)
+        added = torch.stack([
+            torch.stack([(a * bank + w * expert).log_softmax(dim=1).gather(1, own).sum() for w in self.expert_grid])
+            for a in self.bank_grid
+        ])  # fmt: skip
+        return Balance(self.likelihoods + added.cpu(), self.images + len(labels))
+
+    def _most_likely(self) -> tuple[float, float]:
+        bank, expert = (torch.tensor(grid, dtype=torch.float64) for grid in (self.bank_grid, self.expert_grid))
+        far = (bank / self.usual[0]).log2().square().unsqueeze(1) + (expert / self.usual[1]).log2().square()
+        best = int((self.likelihoods - self.prior * far).argmax())
+        return self.bank_grid[best // len(expert)], self.expert_grid[best % len(expert)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for storage."""
+        return {"likelihoods": self.likelihoods, "images": torch.tensor(self.images)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> Balance:
+        """The balance that `state` came from; a new one from an empty state."""
+        return cls(state["likelihoods"], int(state["images"])) if state else cls()
 
 
 @register
@@ -110,7 +154,7 @@ class TPLPlus(TPL):
         if len(numbers) and len(self.classes_) > 1:
             common = self.common_features(pixels) if common is None else common
             bank = self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
-            self.balance_ = self.balance_.noted(bank, self.expert_says(common), numbers)
+            self.balance_ = self.balance_.updated(bank, self.expert_says(common), numbers)
 
     @property
     def exponents(self) -> tuple[float, float]:

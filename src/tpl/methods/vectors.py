@@ -26,8 +26,7 @@ from tpl.methods.tpl import TPLConfig
 from tpl.nets import Encoder
 from tpl.nets.vectors import VectorEncoder
 from tpl.scores import LikelihoodRatio
-from tpl.scores.calibration import calibrate_scores, equal_shares
-from tpl.scores.conformal import unknown_scores
+from tpl.scores.calibration import calibrate_scores, equal_shares, unknown_scores
 from tpl.scores.ratio import memory_scores, oppose
 
 Array = NDArray[Any]

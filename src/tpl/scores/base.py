@@ -1,4 +1,4 @@
-"""The contract of a score: how much does a feature look like this task's? Higher means more."""
+"""The contract of a score: how much does a feature look like this task's? Higher means more likely in-distribution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 class Score(ABC):
     """A pure function of features and logits, fitted on one task.
 
-    Works on plain tensors, so it is tested without a network. What `fit_features` learns ends in an
-    underscore; `state` collects it for storage.
+    It works on plain tensors, so it can be tested without a network. Attributes that `fit_features` learns end in an
+    underscore; `state` collects them for storage.
     """
 
     name: ClassVar[str]
@@ -22,22 +22,22 @@ class Score(ABC):
     paper: ClassVar[str] = ""
 
     def use_head(self, weight: Tensor, bias: Tensor) -> Self:
-        """Take note of the task's head `[c, d]`, `[c]`, before `fit_features` or after `load_state`.
+        """Store the task's head `[c, d]`, `[c]`, before `fit_features` or after `load_state`.
 
-        For scores that look behind the logits; it is no part of `state`.
+        For scores that need more than the logits; the head is not part of `state`.
         """
         return self
 
     def use_memory(self, own: Tensor) -> Self:
-        """Take note of the features `[m, d]` of the task's stored images as they are now; they change with every task.
+        """Store the features `[m, d]` of the task's images in the replay memory, which changes with every task.
 
-        For scores that compare with single samples: a task's training data is gone.
+        For scores that compare with single samples: the training data of earlier tasks is gone.
         """
         return self
 
     @abstractmethod
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
-        """Learn from a task's features `[n, d]`, own-class logits `[n, c]` and labels `[n]`.
+        """Fit to a task's features `[n, d]`, own-class logits `[n, c]` and labels `[n]`.
 
         `others` are features of other tasks' replay samples under this task's model.
         """
@@ -47,16 +47,16 @@ class Score(ABC):
         """One score per row, `[n]`, float64."""
 
     def state(self) -> dict[str, Tensor]:
-        """What was learned, by name."""
+        """Fitted tensors by name."""
         return {k: v for k, v in vars(self).items() if k.endswith("_") and isinstance(v, Tensor)}
 
     def load_state(self, state: dict[str, Tensor]) -> Self:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         for key, value in state.items():
             setattr(self, key, value)
         return self
 
 
 def in_blocks(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Rows in blocks that bound the memory; all at once while a graph is traced, whose number of rows is left open."""
+    """Rows in blocks of bounded size; in one block while a graph is traced, as its number of rows is dynamic."""
     return [rows] if torch.compiler.is_compiling() else rows.split(size)

@@ -1,6 +1,6 @@
 """Making the outputs of separately trained task models comparable (paper, appendix on calibration).
 
-All readings fit one scale and one shift per task on the replay memory, after every task:
+Every variant fits one scale and one shift per task on the replay memory, after every task:
 
 - "score": w_t S_t + b_t, cross-entropy over *tasks*, full batch, 100 steps (the public code);
 - "shift": S_t + b_t, the same cross-entropy at the temperature that the answer uses, to convergence (ours);
@@ -8,13 +8,17 @@ All readings fit one scale and one shift per task on the replay memory, after ev
   of 64, 100 epochs (the paper's text). These outputs are no probabilities, so cross-entropy takes
   them as logits.
 
-A memory may hold more of one class than of another, where there were fewer images of that. Cross-entropy would take the
-one for likelier; by `equal_shares` every class counts the same.
+A memory may hold more images of one class than of another. Cross-entropy would take the first for likelier; with the
+weights of `equal_shares` every class counts the same.
+
+Images of unknown classes are detected by conformal p-values over images held out of training: a new image of a task's
+classes is as likely to fall anywhere among the held-out ones, which the task's model never saw either. So its p-value
+is at most `a` with probability at most `a`, whatever the scores are (Vovk et al., 2005).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -27,11 +31,11 @@ P = ParamSpec("P")
 CALIBRATIONS = ("none", "score", "shift", "probability")
 STEPS = 100
 BATCH = 64
-RIDGE = 0.1  # on the squared shifts: a task without samples in the memory keeps its own
+RIDGE = 0.1  # on the squared shifts: a task without samples in the memory keeps a shift of 0
 
 
 def equal_shares(classes: Tensor) -> Tensor | None:
-    """A weight a sample, 1 on average, with which all classes count the same; None where they do (or nearly)."""
+    """Sample weights, 1 on average, with which all classes count the same; None where they do already (or nearly)."""
     counts = classes.bincount()
     present = counts[counts > 0]
     if not len(present) or int(present.max() - present.min()) <= 1:
@@ -39,18 +43,18 @@ def equal_shares(classes: Tensor) -> Tensor | None:
     return len(classes) / (len(present) * counts[classes].double())
 
 
-def _beside_the_gpu(fit: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """The fit done on the CPU, with its answer where its tensors were.
+def _on_cpu(fit: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Run a fit on the CPU and move its result to the device of its tensors.
 
-    It is hundreds of tiny steps, each of which would cost several launches on a GPU.
+    A fit has hundreds of tiny steps, each of which would cost several kernel launches on a GPU.
     """
 
     @wraps(fit)
-    def on_cpu(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def fit_on_cpu(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         device = next(part.device for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
         return fit(*map(_to_cpu, args), **{name: _to_cpu(part) for name, part in kwargs.items()}).to(device)
 
-    return on_cpu
+    return fit_on_cpu
 
 
 def _to_cpu(part: Any) -> Any:
@@ -63,7 +67,7 @@ def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Ten
     return (F.cross_entropy(logits, truth, reduction="none") * weights).mean()
 
 
-@_beside_the_gpu
+@_on_cpu
 def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`."""
     with torch.enable_grad():
@@ -74,14 +78,14 @@ def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = Non
             optimiser.zero_grad()
             _cross_entropy(affine[0] * scores + affine[1], tasks, weights).backward()
             optimiser.step()
-    return _sane(affine.detach())
+    return _finite(affine.detach())
 
 
-@_beside_the_gpu
+@_on_cpu
 def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
     """A shift per task and scale 1, `[2, T]`: the minimum of the cross-entropy at the temperature, weakly regularised.
 
-    The problem is convex: the answer depends on no rate and no number of steps.
+    The problem is convex: the result does not depend on a learning rate or a number of steps.
     """
     with torch.enable_grad():
         shift = torch.zeros(scores.shape[1], dtype=torch.float64, requires_grad=True)
@@ -94,14 +98,14 @@ def calibrate_shifts(scores: Tensor, tasks: Tensor, temperature: float, weights:
             return value
 
         optimiser.step(loss)
-    return _sane(torch.stack([torch.ones_like(shift), shift]).detach())
+    return _finite(torch.stack([torch.ones_like(shift), shift]).detach())
 
 
-@_beside_the_gpu
+@_on_cpu
 def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """One scale for all tasks and a shift each, `[2, T]`, for scores of any size: logistic regression at temperature 1.
 
-    Convex, as above; the scale is fitted on scores divided by their overall deviation, and stays positive.
+    The problem is convex. The scale is fitted on scores divided by their overall deviation, and stays positive.
     """
     size = scores.double().std(correction=0).clamp_min(1e-12)
     centred = (scores.double() - scores.double().mean(dim=0)) / size
@@ -118,10 +122,10 @@ def calibrate_together(scores: Tensor, tasks: Tensor, weights: Tensor | None = N
 
         optimiser.step(loss)
     found = scale.detach().clamp_min(1e-3) / size
-    return _sane(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)]))
+    return _finite(torch.stack([found.expand_as(shift), shift.detach() - found * scores.double().mean(dim=0)]))
 
 
-@_beside_the_gpu
+@_on_cpu
 def calibrate_probabilities(
     within: Tensor, scores: Tensor, task_of_class: Tensor, classes: Tensor, generator: torch.Generator
 ) -> Tensor:
@@ -142,11 +146,40 @@ def calibrate_probabilities(
                 own = None if weights is None else weights[rows]
                 _cross_entropy(per_class[0] * base[rows] + per_class[1], classes[rows], own).backward()
                 optimiser.step()
-    return _sane(affine.detach())
+    return _finite(affine.detach())
 
 
-def _sane(affine: Tensor) -> Tensor:
-    """The fit, or no calibration at all where it diverged."""
+def _finite(affine: Tensor) -> Tensor:
+    """The fit, or the identity where it diverged."""
     if bool(affine.isfinite().all()):
         return affine
     return torch.stack([torch.ones_like(affine[0]), torch.zeros_like(affine[1])])
+
+
+def p_values(scores: Tensor, held_out: Tensor) -> Tensor:
+    """(1 + number of the sorted `held_out` scores that are no larger) / (1 + their number); 1 without any."""
+    if torch.compiler.is_compiling():  # ONNX has no counterpart of searchsorted
+        below = (held_out <= scores.unsqueeze(1)).sum(dim=1)
+    else:
+        below = torch.searchsorted(held_out, scores, right=True)
+    return (1 + below).double() / (1 + len(held_out))
+
+
+def unknown_scores(scores: Sequence[Tensor], held_out: Sequence[Tensor]) -> Tensor:
+    """1 - max_t p_t per image, in [0, 1]: high where the image looks like no task's own.
+
+    `scores[t]` `[n]` are the images' scores under task t, `held_out[t]` those of its held-out images, sorted. The
+    largest p-value is at least that of the true task: a known image reaches 1 - a with probability at most `a`, however
+    many tasks there are.
+    """
+    each = [p_values(s, h) for s, h in zip(scores, held_out, strict=True)]
+    return 1 - torch.stack(each).amax(dim=0)
+
+
+def smallest_share(held_out: Sequence[Tensor]) -> float:
+    """The smallest share of rejected known images at which any image can be rejected.
+
+    Every task must be able to rule an image out, so the task with the fewest held-out images decides: 1 / (n + 1). A
+    held-out image with score -inf, which its task's model would not have been queried with, rules nothing out.
+    """
+    return max((1 + int(h.isneginf().sum())) / (1 + len(h)) for h in held_out)

@@ -1,9 +1,9 @@
-"""How much does each kind of evidence count? Fisher's discriminant between own and foreign images, from sums alone.
+"""Weights of several scores in one: Fisher's discriminant between a task's own images and others, from sums alone.
 
-While a task is learned, the models of all earlier tasks see its images too: to them these are foreign. What they say of
-them, beside what the new model says, tells how well each kind of evidence (logits, distances) tells own images from
-foreign ones. Without replay every other task is as foreign to a model as the next, earlier or later, so this holds for
-the tasks that a model could never meet. Two small matrices of sums are all that is kept of it.
+While a task is learned, its images are also shown to the models of all earlier tasks, to which they are foreign. Their
+scores, beside those of the new model, show how well each kind of evidence (logits, distances) separates own images from
+foreign ones. Without replay a model has seen no other task's images, earlier or later, so the weights also hold for
+tasks that a model was never compared with. Two small matrices of sums are all that is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-TINY = 1e-9  # of the mean variance, added to every one: evidence that never varies has no say
+TINY = 1e-9  # of the mean variance, added to every variance, so that constant evidence gets no weight
 
 
 class Evidence:
@@ -25,16 +25,16 @@ class Evidence:
         self.foreign_ = torch.zeros_like(self.own_)
 
     def take(self, own: Tensor, foreign: Tensor) -> Self:
-        """Take up evidence `[n, kinds]` on own and on foreign images."""
+        """Add evidence `[n, kinds]` on own and on foreign images."""
         self.own_ = self.own_ + _sums(own).cpu()
         self.foreign_ = self.foreign_ + _sums(foreign).cpu()
         return self
 
     def weights(self, kinds: Sequence[int]) -> Tensor:
-        """What some kinds of evidence count, `[len(kinds)]`, none below 0 and 1 together.
+        """The weights of some kinds of evidence, `[len(kinds)]`, none below 0, with sum 1.
 
-        w = S^-1 (m_own - m_foreign), S the mean of both covariances. Evidence that would count against a task is left
-        out and the others are weighed anew; before any foreign image was seen all count alike.
+        w = S^-1 (m_own - m_foreign), S the mean of both covariances. Evidence with a negative weight is left
+        out and the others are weighed again; before any foreign image was seen all weights are equal.
         """
         used = list(range(len(kinds)))
         while self.own_[0, 0] > 0 and self.foreign_[0, 0] > 0 and used:
@@ -56,7 +56,7 @@ class Evidence:
         return {"own_": self.own_, "foreign_": self.foreign_}
 
     def load_state(self, state: dict[str, Tensor]) -> Self:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         self.own_, self.foreign_ = state["own_"].cpu(), state["foreign_"].cpu()
         return self
 

@@ -18,7 +18,7 @@ class NearestNeighbours(Score):
     """S(x) = -d_k(z), the k-th nearest neighbour's distance in a bank of unit features.
 
     `distance="l2"` is the paper's Euclidean norm, "squared" the public code's. `k` is clipped to the
-    size of the bank; without a bank the distance is 0 for every image.
+    size of the bank; with an empty bank the distance is 0 for every image.
     """
 
     name = "knn"
@@ -31,22 +31,22 @@ class NearestNeighbours(Score):
         self.k, self.distance = k, distance
 
     def fit_features(self, z: Tensor, logits: Tensor, y: Tensor, others: Tensor | None = None) -> Self:
-        """Keep the task's own features as the bank."""
+        """Use the task's own features as the bank."""
         return self.remember(z)
 
     def use_memory(self, own: Tensor) -> Self:
-        """Keep the features of the task's stored images as the bank, in place of its training data's."""
+        """Use the features of the task's stored images as the bank, in place of its training data's."""
         return self.remember(own)
 
     def remember(self, bank: Tensor) -> Self:
-        """Keep any features as the bank, e.g. those of other tasks' replay samples."""
+        """Use any features as the bank, e.g. those of other tasks' replay samples."""
         self.bank_ = F.normalize(bank.double(), dim=1)
         return self
 
     def distances(self, z: Tensor, skip: Tensor | None = None) -> Tensor:
-        """d_k per row, `[n]`. `skip[i]`, where not negative, is a row of the bank that i must not see.
+        """d_k per row, `[n]`. `skip[i]`, where not negative, is a row of the bank that is left out for row i.
 
-        A sample that is itself in the bank would find itself at distance zero; `skip` leaves it out.
+        A sample that is itself in the bank would otherwise find itself at distance zero.
         """
         if len(self.bank_) == 0:
             return z.new_zeros(z.shape[0], dtype=torch.float64)  # not len(z): that would fix it in a traced graph

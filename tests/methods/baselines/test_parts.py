@@ -7,10 +7,10 @@ import pytest
 import torch
 from rehearsing import LABELS, Says, kl, loss_of, softmax, some_logits, tiny_learner, tiny_task
 
-from tpl.engine import Samples, silent
-from tpl.methods.parts.balanced import balanced
-from tpl.methods.parts.distill import Distillation, kd, mean_of, rows_that_count, side_by_side, soft_cross_entropy
+from tpl.engine import IGNORED, Samples, silent
+from tpl.methods.parts.distill import Distillation, class_slices, kd, mean_of, soft_cross_entropy
 from tpl.methods.parts.network import NetworkMethod
+from tpl.methods.parts.rehearsal import balanced
 
 
 def test_distillation_of_three_classes_by_hand() -> None:
@@ -22,14 +22,14 @@ def test_distillation_of_three_classes_by_hand() -> None:
 
 
 def test_rows_that_only_fill_up_do_not_count() -> None:
-    counted = rows_that_count(torch.tensor([0, -100, 3]))
+    counted = torch.tensor([0, -100, 3]) != IGNORED
     assert mean_of(torch.tensor([1.0, torch.nan, 4.0]), counted).item() == 2.5
     assert mean_of(torch.tensor([1.0]), torch.tensor([False])).item() == 0
 
 
 def test_the_objective_is_cross_entropy_and_weighted_distillation_of_every_group() -> None:
     """Two old tasks of 1 and 3 classes, one of which is asked of another teacher; the fifth class is new."""
-    logits, (a, b) = some_logits(), side_by_side([1, 3])
+    logits, (a, b) = some_logits(), class_slices([1, 3])
     first, second = Says(5, 0.5), Says(4, -1.0)
     weights = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5])
     objective = Distillation(Says(5), [(first, [a]), (second, [b])], 2.0, weights)  # type: ignore[arg-type,list-item]

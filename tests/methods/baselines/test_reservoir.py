@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tpl.methods.parts.reservoir import Reservoir
+from tpl.methods.parts.rehearsal import Reservoir
 from tpl.nets.compact import DATA_CONFIG
 from tpl.stream import ArrayImages, Preprocess
 

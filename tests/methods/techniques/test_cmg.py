@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from toy_tasks import CPU, random
 
-from tpl.methods.bank.techniques import cmg
-from tpl.methods.bank.techniques.cmg import CMG, ClassVAE, energy
+from tpl.methods.bank.techniques import CMG, ClassVAE, energy
 
 DIM = 12
 
@@ -30,12 +29,12 @@ def trained() -> ClassVAE:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator that is hardly trained, where its quality does not matter."""
-    monkeypatch.setattr(cmg, "GENERATOR_STEPS", 10)
+    monkeypatch.setattr(ClassVAE, "steps", 10)
 
 
 def test_finishing_parts_the_energies_and_keeps_the_answers(trained: ClassVAE) -> None:
     z, y, weight, bias = separable(3, 600)
-    fakes = trained.fakes(500)
+    fakes = trained.outliers(500)
     before = weight.clone()
     tuned = CMG(3, DIM, 64, CPU).finish(z, y, weight, bias, random(1))
     assert torch.equal(weight, before) and not tuned[0].requires_grad
@@ -55,14 +54,13 @@ def test_the_generator_learns_its_classes(trained: ClassVAE) -> None:
     z, y, _, _ = separable(3, 600)
     for label in range(3):
         latent, condition = torch.randn(200, 32, generator=random(2)), trained.embedding[label].expand(200, 32)
-        made = (trained.mean + trained.deviation * trained._decode(latent, condition)).detach()
-        assert float((made.mean(dim=0) - z[y == label].mean(dim=0)).norm()) < 1
+        assert float((trained.decode(latent, condition).mean(dim=0) - z[y == label].mean(dim=0)).norm()) < 1
 
 
-def test_fakes_lie_beyond_the_classes(trained: ClassVAE) -> None:
+def test_pseudo_outliers_lie_beyond_the_classes(trained: ClassVAE) -> None:
     z, y, _, _ = separable(3, 600)
     centres = torch.stack([z[y == label].mean(dim=0) for label in range(3)])
-    nearest = torch.cdist(trained.fakes(300), centres).amin(dim=1).mean()
+    nearest = torch.cdist(trained.outliers(300), centres).amin(dim=1).mean()
     assert float(nearest) > 1.2 * float(torch.cdist(z, centres).amin(dim=1).mean())
 
 

@@ -7,10 +7,7 @@ import torch
 from toy_tasks import CPU, SIDE, random, some_batch
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques.cutmix import CutMix
-from tpl.methods.bank.techniques.mixoe import MixOE
-from tpl.methods.bank.techniques.mixup import Mixup
-from tpl.methods.bank.techniques.shared import box, misplaced, partners
+from tpl.methods.bank.techniques import CutMix, MixOE, Mixup, box, partners, swapped_quarters
 
 
 def soft_entropy(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -50,7 +47,7 @@ def test_quarters_change_places_and_none_stays() -> None:
     pixels = torch.arange(4 * 5 * 4 * 3, dtype=torch.uint8).reshape(4, 1, 3 * 5, 4)[:, :, :5]
     ways = set()
     for seed in range(20):
-        moved = misplaced(pixels, random(seed))
+        moved = swapped_quarters(pixels, random(seed))
         assert moved.dtype == torch.uint8 and torch.equal(moved[:, :, 4], pixels[:, :, 4])  # five rows: the last stays
         for image, before in zip(moved[:, 0], pixels[:, 0], strict=True):
             now, was = ([part[:2, :2], part[:2, 2:], part[2:4, :2], part[2:4, 2:]] for part in (image, before))

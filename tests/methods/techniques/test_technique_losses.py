@@ -10,9 +10,7 @@ import torch
 from toy_tasks import CPU, random
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques.logitnorm import LogitNorm
-from tpl.methods.bank.techniques.mcdropout import MCDropout, dropout_masks
-from tpl.methods.bank.techniques.oe import OE
+from tpl.methods.bank.techniques import OE, LogitNorm, MCDropout
 
 G = random(0)
 Z = torch.randn(5, 4, generator=G)
@@ -69,7 +67,7 @@ def test_dropout_drops_what_the_draws_say() -> None:
 
 
 def test_mc_dropout_answers_with_the_mean_of_its_passes() -> None:
-    masks = dropout_masks(4)
+    masks = MCDropout.masks(4)
     passes = [softmax(logits_of(Z.double() * mask)) for mask in masks]
     assert len(passes) == 5
     answers = MCDropout.logits(Z, WEIGHT, BIAS)
@@ -78,8 +76,8 @@ def test_mc_dropout_answers_with_the_mean_of_its_passes() -> None:
 
 
 def test_mc_dropouts_masks_are_always_the_same() -> None:
-    masks = dropout_masks(384)
-    assert torch.equal(masks, dropout_masks(384))
+    masks = MCDropout.masks(384)
+    assert torch.equal(masks, MCDropout.masks(384))
     assert set(masks.unique().tolist()) == {0.0, 2.0}
     assert float(masks.mean()) == pytest.approx(1, abs=0.1)
     assert len({tuple(mask.tolist()) for mask in masks}) == 5

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from toy_tasks import CPU, SmallVOS, random
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques.vos import VOS
+from tpl.methods.bank.techniques import VOS
 
 
 def test_queues_keep_the_latest_features_of_every_class() -> None:

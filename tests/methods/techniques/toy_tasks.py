@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques import TECHNIQUES, Technique
-from tpl.methods.bank.techniques.vos import VOS
+from tpl.methods.bank.techniques import TECHNIQUES, VOS, Technique
 
 CPU = torch.device("cpu")
 SIDE = 6

@@ -4,7 +4,7 @@ bank.py        the task models, and queries to them in batches
 method.py      the base class of the family: memory, held-out images, answers, storage
 training.py    training jobs, one or several side by side
 protect.py     HAT and SupSup: how tasks share adapters and leave each other in peace
-techniques/    training-time techniques of OOD detection
+techniques.py  training-time techniques of OOD detection
 heads.py       training heads on features that stand still
 distance.py    distances to every task's classes
 imageless.py   what stands in for stored images where none may be kept

@@ -30,7 +30,7 @@ from tpl.methods.bank.techniques import Technique
 from tpl.methods.bank.training import TrainingJob, run_jobs
 from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
 from tpl.nets import Encoder
-from tpl.scores.conformal import smallest_share, unknown_scores
+from tpl.scores.calibration import smallest_share, unknown_scores
 from tpl.store import State, under_prefix
 from tpl.stream import Task
 

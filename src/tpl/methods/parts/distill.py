@@ -1,8 +1,8 @@
-"""Distillation: a network is asked to say what a teacher says, at a temperature.
+"""Distillation: a network is trained to repeat a teacher's output, at a temperature.
 
-p = softmax(teacher / T) and q = softmax(student / T), over the columns handed over. A high temperature T shows how the
-teacher ranks the classes that it does not choose. Gradients shrink with 1/T^2; the factor T^2 that some papers put
-against it is the caller's, as are weights between terms, and which rows count.
+p = softmax(teacher / T) and q = softmax(student / T), over the given columns. A high temperature T shows how the
+teacher ranks the classes that it does not predict. Gradients shrink with 1/T^2; the factor T^2 that some papers put
+against it is up to the caller, and so are weights between terms, and which rows count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from tpl.engine import IGNORED
 from tpl.methods.parts.network import CrossEntropy, Network
 
-Teacher = tuple[Network, Sequence[slice]]  # a frozen network, and the groups of classes it is asked about
+Teacher = tuple[Network, Sequence[slice]]  # a frozen network, and the groups of classes that are distilled from it
 
 
 def soft_cross_entropy(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
@@ -34,25 +34,20 @@ def kd(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Te
 
 
 def mean_of(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean of the values `[n]` of those rows that count; 0 if none does. What the others hold does not matter."""
+    """The mean of the values `[n]` where `counted` is true, 0 where it is nowhere; other values may be anything."""
     return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp_min(1)
 
 
-def rows_that_count(labels: Tensor) -> Tensor:
-    """Which rows are samples at all: the others only fill a batch up."""
-    return labels != IGNORED
-
-
-def side_by_side(sizes: Sequence[int]) -> list[slice]:
-    """The columns of groups of classes that come one after the other."""
+def class_slices(sizes: Sequence[int]) -> list[slice]:
+    """The columns of consecutive groups of classes of these sizes."""
     return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 class Distillation(CrossEntropy):
-    """Cross-entropy over all classes so far, and T^2 KL(p || q) for every group of classes a teacher is asked about.
+    """Cross-entropy over all classes so far, and T^2 KL(p || q) for every group of classes of every teacher.
 
-    A group is judged by a softmax of its own, on every image of the batch, and weighs as much as its share of all
-    classes that are distilled. `class_weights` `[classes]` weigh the cross-entropy alone, by the image's label.
+    A group has a softmax of its own, on every image of the batch, and weighs as much as its share of all distilled
+    classes. `class_weights` `[classes]` weigh the cross-entropy alone, by the image's label.
     """
 
     def __init__(
@@ -60,28 +55,23 @@ class Distillation(CrossEntropy):
     ) -> None:
         super().__init__(network)
         self.teachers, self.temperature, self.class_weights = teachers, temperature, class_weights
-        self.distilled = sum(width(columns) for _, groups in teachers for columns in groups)
+        self.distilled = sum(_width(columns) for _, groups in teachers for columns in groups)
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
-        """Both terms, as means over the rows that count; there is one network."""
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Both terms, as means over the rows that count."""
         with torch.no_grad():
-            says = [(teacher(images), groups) for teacher, groups in self.teachers]
-        return self.of_logits(self.network(images), labels[0], says).unsqueeze(0)
-
-    def of_logits(self, logits: Tensor, labels: Tensor, says: Sequence[tuple[Tensor, Sequence[slice]]]) -> Tensor:
-        """The loss, given the network's logits and what each teacher `says`, with the groups it is asked about."""
-        counted = rows_that_count(labels)
-        wrong = F.cross_entropy(logits, labels, reduction="none")
+            taught = [(teacher(images), groups) for teacher, groups in self.teachers]
+        logits, counted = self.network(images), labels != IGNORED
+        entropies = F.cross_entropy(logits, labels, reduction="none")
         if self.class_weights is not None:
-            wrong = wrong * self.class_weights[labels.clamp_min(0)]
-        loss = mean_of(wrong, counted)
-        for taught, groups in says:
+            entropies = entropies * self.class_weights[labels.clamp_min(0)]
+        loss = mean_of(entropies, counted)
+        for teacher_logits, groups in taught:
             for columns in groups:
-                apart = mean_of(kd(logits[:, columns], taught[:, columns], self.temperature), counted)
-                loss = loss + self.temperature**2 * width(columns) / self.distilled * apart
+                divergence = mean_of(kd(logits[:, columns], teacher_logits[:, columns], self.temperature), counted)
+                loss = loss + self.temperature**2 * _width(columns) / self.distilled * divergence
         return loss
 
 
-def width(columns: slice) -> int:
-    """How many columns there are."""
+def _width(columns: slice) -> int:
     return int(columns.stop - columns.start)

@@ -1,9 +1,8 @@
 """A network that grows: one feature extractor a task, over one frozen trunk.
 
 An extractor is a set of adapters and layer norms, or all kernels and norms of a network without a trunk. While a task
-is learned, the newest one moves and all older ones stand still; the classifier reads their features side by side,
-`[n, extractors * dim]`. So nothing that an old extractor says is ever forgotten, and every image takes one pass for
-each task.
+is learned, the newest extractor is trained and all older ones are frozen; the classifier takes their concatenated
+features, `[n, extractors * dim]`. So old features are never forgotten, and every image takes one pass for each task.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 
 from tpl.engine import Compute
 from tpl.errors import TplError
-from tpl.methods.parts.head import new_rows
-from tpl.methods.parts.network import Network, NetworkConfig
+from tpl.methods.parts.network import Network, NetworkConfig, new_rows
 from tpl.methods.parts.rehearsal import RehearsalMethod
 from tpl.nets import Encoder
 from tpl.store import State
@@ -26,7 +24,7 @@ HEAD = ("head_weight", "head_bias")
 
 
 class Extractor(NamedTuple):
-    """What one task adds to the trunk: its norms, and its weights by name, in the order that an encoder takes."""
+    """What one task adds to the trunk: its norms, and its weights by name, in the order that the encoder expects."""
 
     norms: Tensor
     named: dict[str, Tensor]
@@ -37,7 +35,7 @@ class Extractor(NamedTuple):
         return tuple(self.named.values())
 
     def copy(self) -> Extractor:
-        """The same numbers in tensors of their own, without gradients."""
+        """A copy of the tensors, without gradients."""
         return Extractor(self.norms.detach().clone(), {k: w.detach().clone() for k, w in self.named.items()})
 
     def state(self) -> dict[str, Tensor]:
@@ -46,7 +44,7 @@ class Extractor(NamedTuple):
 
     @classmethod
     def of(cls, network: Network) -> Extractor:
-        """A network's own adapters or kernels, and norms."""
+        """The extractor of a network: its adapters or kernels, and norms."""
         return cls(network.norms, dict(network.adapters.named_parameters()))
 
 
@@ -61,19 +59,19 @@ class Head(NamedTuple):
         return F.linear(features, self.weight, self.bias)
 
     def detached(self) -> Head:
-        """The same numbers, without gradients."""
+        """The head without gradients."""
         return Head(self.weight.detach(), self.bias.detach())
 
     @classmethod
     def new(cls, outputs: int, network: Network, generator: torch.Generator, extractors: int = 1) -> Head:
-        """One that is not trained yet, over the features of one extractor, or of several side by side."""
+        """An untrained head over the concatenated features of some extractors."""
         dim, device = extractors * network.trunk[0].dim, network.norms.device
         rows = new_rows(outputs, dim, generator)
         return cls(rows.to(device).requires_grad_(), torch.zeros(outputs, device=device).requires_grad_())
 
 
 class ExpandedNetwork(Network):
-    """A `Network` whose own adapters and norms are the newest extractor; older ones lie beside it, frozen."""
+    """A `Network` whose own adapters and norms are the newest extractor; older ones are kept frozen."""
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
         super().__init__(encoder, config, compute, generator)
@@ -82,13 +80,13 @@ class ExpandedNetwork(Network):
 
     @property
     def extractors(self) -> list[Extractor]:
-        """All of them, in the order of their tasks."""
+        """All extractors, in the order of their tasks."""
         return [*self.frozen, Extractor.of(self)]
 
     def expand(self, generator: torch.Generator) -> None:
-        """Freeze the newest extractor and go on with a copy of it, which the classifier reads by new columns.
+        """Freeze the newest extractor and add a trainable copy of it, with new columns of the classifier.
 
-        What the classifier read so far it reads as before.
+        The classifier's other columns are unchanged.
         """
         self.frozen.append(self.extractors[-1].copy())
         bound = (self.dim * len(self.extractors)) ** -0.5
@@ -97,14 +95,14 @@ class ExpandedNetwork(Network):
 
     @torch.no_grad()
     def restart(self, extractor: Extractor) -> None:
-        """Let the newest extractor begin as this one."""
+        """Initialise the newest extractor from this one."""
         self.norms.copy_(extractor.norms)
         for name, own in self.adapters.named_parameters():
             own.copy_(extractor.named[name])
 
     @torch.no_grad()
     def load_head(self, weight: Tensor, bias: Tensor) -> None:
-        """Take up a whole classifier."""
+        """Replace the whole classifier."""
         self.head_weight = nn.Parameter(weight.detach().clone().to(self.norms.device))
         self.head_bias = nn.Parameter(bias.detach().clone().to(self.norms.device))
 
@@ -129,13 +127,13 @@ class ExpansionMethod(RehearsalMethod):
         return ExpandedNetwork(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """What every extractor says of uint8 images, side by side, `[n, extractors * dim]`."""
+        """Concatenated features of uint8 images by all extractors, `[n, extractors * dim]`."""
         return torch.cat([self.adapted_features(pixels, e.norms, *e.weights) for e in self.network.extractors], dim=1)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far.
 
-        The product is float64: how many images share it then makes no difference.
+        The product is in float64: the result for an image then does not depend on the batch.
         """
         network = self.network
         with torch.no_grad():
@@ -143,12 +141,12 @@ class ExpansionMethod(RehearsalMethod):
             return logits.log_softmax(dim=1)
 
     def remove_class(self, task: int, own: int, number: int) -> None:
-        """Not offered: a task without classes would leave its extractor behind, which later ones are read with."""
+        """Not supported: the classifier also needs the extractor of a task without classes."""
         raise TplError(f"The method '{self.name}' cannot remove a class.")
 
     def state(self) -> State:
-        """A task owns its extractor for good; the classifier is shared."""
-        extractors = self.network.extractors[: len(self.task_classes_)]  # before the first task there is an idle one
+        """An extractor for every task; the classifier is shared."""
+        extractors = self.network.extractors[: len(self.task_classes_)]  # before the first task there is an unused one
         shared = {name: getattr(self.network, name).detach() for name in HEAD}
         return State(shared, [extractor.state() for extractor in extractors])
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tpl.config import option
 from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
-from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, unstacked
 from tpl.store import State
 from tpl.stream import Task
@@ -29,8 +28,36 @@ class NetworkConfig(Recipe):
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
 
 
+def new_rows(outputs: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Initial head weights, distributed like those of torch's own linear layer."""
+    return torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)
+
+
+class GrowingHead(nn.Module):
+    """A linear head with a row for every class, to inherit from; `new_head` starts it without classes."""
+
+    head_weight: nn.Parameter
+    head_bias: nn.Parameter
+
+    def new_head(self, dim: int) -> None:
+        """An empty head over features of size `dim`."""
+        self.head_weight, self.head_bias = nn.Parameter(torch.zeros(0, dim)), nn.Parameter(torch.zeros(0))
+
+    def grow(self, outputs: int, generator: torch.Generator) -> None:
+        """Add rows for new classes; old rows and biases are unchanged."""
+        rows = new_rows(outputs, self.head_weight.shape[1], generator)
+        self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
+        self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
+
+    def drop(self, row: int) -> None:
+        """Remove one class's row."""
+        kept = torch.arange(len(self.head_bias), device=self.head_bias.device) != row
+        self.head_weight = nn.Parameter(self.head_weight.detach()[kept])
+        self.head_bias = nn.Parameter(self.head_bias.detach()[kept])
+
+
 class Network(GrowingHead):
-    """An encoder, what is trained in it without masks, its norms, and a linear head that grows."""
+    """An encoder, its adapters or kernels without masks, its norms, and a linear head that grows."""
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, generator: torch.Generator) -> None:
         super().__init__()
@@ -42,20 +69,20 @@ class Network(GrowingHead):
         self.to(compute.device)
 
     def copy(self) -> Self:
-        """A frozen copy, to teach what this network says now; the trunk is shared."""
+        """A frozen copy to distil from; the trunk is shared."""
         trunk = self.trunk[0]
         twin = deepcopy(self, {id(trunk): trunk, id(self.compute): self.compute})
         return twin.requires_grad_(False).eval()
 
     def features(self, images: Tensor) -> Tensor:
-        """Features of normalised images, in a training step; a copy gives its answers."""
+        """Features of normalised images: in training mode with batch statistics, in a frozen copy with stored ones."""
         dtype, learning = self.compute.dtype, self.training
         z: Tensor = self.trunk[0](images, self.norms, self.adapters.weights, dtype=dtype, learning=learning)
         return z
 
     @torch.no_grad()
-    def settle(self, images: Iterable[Tensor]) -> None:
-        """Give batch norms the statistics of the images just trained on, batch by batch; others do not look at them."""
+    def estimate_batch_norms(self, images: Iterable[Tensor]) -> None:
+        """Re-estimate batch-norm statistics from batches of training images; other networks have none."""
         encoder = self.trunk[0]
         if encoder.batch_norms:
             self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
@@ -69,54 +96,72 @@ class Network(GrowingHead):
         return self.logits(self.features(images))
 
 
-class CrossEntropy:
+class Loss:
+    """An `Objective` of the training loop for one network: a subclass defines `loss(images, labels)`.
+
+    A loss that needs random numbers or the progress within the epoch overrides `losses`.
+    """
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar, of normalised images `[b, 3, h, w]` with class numbers `[b]`.
+
+        Replayed images, if any, are the second half. Rows labelled `IGNORED` only fill the batch up and must not count.
+        """
+        raise NotImplementedError
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """`loss` as the training loop takes it: with a first axis of networks, of which there is one."""
+        return self.loss(images, labels[0]).unsqueeze(0)
+
+    def after_backward(self, progress: Tensor) -> None:
+        """Change gradients before the optimiser's step."""
+
+    def after_step(self) -> None:
+        """Change parameters after the optimiser's step."""
+
+
+class CrossEntropy(Loss):
     """Plain cross-entropy over all classes so far."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
 
     def shown(self, images: Tensor) -> Tensor:
-        """The images of a batch as the network gets to see them."""
+        """The images of a batch as the network sees them, for batch-norm statistics."""
         return images
 
-    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
-        """Cross-entropy of one batch; there is one network."""
-        return F.cross_entropy(self.network(images), labels[0]).unsqueeze(0)
-
-    def after_backward(self, progress: Tensor) -> None:
-        """Nothing to do."""
-
-    def after_step(self) -> None:
-        """Nothing to do."""
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of one batch."""
+        return F.cross_entropy(self.network(images), labels)
 
 
 class NetworkMethod(Method):
-    """A method whose whole knowledge is one `Network`."""
+    """A method that stores one `Network` and nothing else."""
 
     config_class = NetworkConfig
     config: NetworkConfig
-    beside: ClassVar[tuple[str, ...]] = ()  # attributes, tensors all, that are stored beside the network
+    extra_state: ClassVar[tuple[str, ...]] = ()  # names of tensor attributes that are stored along with the network
 
     def __init__(self, encoder: Encoder, config: NetworkConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.network = self.new_network()
         features = unstacked(encoder, compute.dtype)
-        self._logits = Inference(  # of any weights: the network is made anew, and its head grows
+        self._logits = Inference(  # weights are arguments: the network may be replaced, and its head grows
             lambda images, head, bias, *network: F.linear(features(images, *network), head, bias),
             compute,
             self.normalise,
         )
 
     def new_network(self) -> Network:
-        """A network that knows no class yet."""
+        """A network without classes."""
         return Network(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Grow the head and train everything trainable on the task's data alone."""
+        """Grow the head and train all trainable parameters on the task's data alone."""
         self.fit(self.grow(task, samples), listen)
 
     def grow(self, task: Task, samples: Samples) -> Samples:
-        """Add the task's classes to the head; its samples, labelled by their numbers among all classes."""
+        """Add the task's classes to the head. Returns its samples, labelled by number among all classes."""
         self.network.grow(len(task.classes), self.generator("head"))
         return Samples(samples.pixels, samples.labels + len(self.classes_))
 
@@ -131,21 +176,20 @@ class NetworkMethod(Method):
         trainable: Sequence[Tensor] | None = None,
         numbers: int = 0,
     ) -> None:
-        """Train on `samples`, and on as many of `replay` beside them, labelled by class number.
+        """Train on `samples`, and on as many of `replay` in every batch, labelled by class number.
 
-        The objective is cross-entropy over all classes so far, the recipe the method's own, and all of the network is
-        trained, unless said otherwise. An objective that draws lots gets `numbers` of them a step. `name` tells the
-        random numbers of one training of a task from those of another; all but the main one should be `silent`, as
-        progress and speed are told once a task.
+        The defaults: cross-entropy over all classes so far, the method's own recipe, all parameters of the network. An
+        objective that needs random numbers gets `numbers` of them a step. `name` seeds the random numbers, so that two
+        trainings of one task differ; all but the main one should be `silent`, as progress is reported once a task.
         """
         recipe, objective = recipe or self.config, objective or CrossEntropy(self.network)
         moving = list(self.network.parameters()) if trainable is None else trainable
-        with only(moving, self.network.parameters()):
+        with frozen_except(moving, self.network.parameters()):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
             train(objective, optimiser, [batches], recipe, self.normalise, [listen])
             seen = batches_of_images(batches, self.normalise)
-            objective.network.settle(objective.shown(images) for images in seen)
+            objective.network.estimate_batch_norms(objective.shown(images) for images in seen)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
@@ -162,28 +206,29 @@ class NetworkMethod(Method):
         self.network.drop(number)
 
     def state(self) -> State:
-        """Everything is shared: there is one network."""
+        """The network and `extra_state`, all of it shared by the tasks."""
         network = {k: v.detach() for k, v in self.network.state_dict().items()}
-        return State(network | {name: getattr(self, name) for name in self.beside}, [{} for _ in self.task_classes_])
+        extra = {name: getattr(self, name) for name in self.extra_state}
+        return State(network | extra, [{} for _ in self.task_classes_])
 
     def load_state(self, state: State) -> None:
-        """Rebuild the network, and put what is beside it back."""
+        """Rebuild the network and restore `extra_state`."""
         self.network = self.new_network()
         self.network.grow(len(state.shared["head_bias"]), torch.Generator())
-        self.network.load_state_dict({k: v for k, v in state.shared.items() if k not in self.beside})
-        for name in self.beside:
+        self.network.load_state_dict({k: v for k, v in state.shared.items() if k not in self.extra_state})
+        for name in self.extra_state:
             setattr(self, name, state.shared[name].to(self.compute.device))
 
 
 @contextmanager
-def only(moving: Iterable[Tensor], parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No gradients for the other parameters: nobody would use them, or clear them away."""
-    chosen = {id(p) for p in moving}
-    still = [p for p in parameters if p.requires_grad and id(p) not in chosen]
+def frozen_except(trainable: Iterable[Tensor], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Switch off the gradients of all other parameters inside the context: they would be computed and never used."""
+    chosen = {id(p) for p in trainable}
+    frozen = [p for p in parameters if p.requires_grad and id(p) not in chosen]
     try:
-        for p in still:
+        for p in frozen:
             p.requires_grad_(False)
         yield
     finally:
-        for p in still:
+        for p in frozen:
             p.requires_grad_(True)

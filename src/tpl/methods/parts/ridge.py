@@ -1,11 +1,11 @@
-"""Ridge regression on random features, one task at a time and exact: what RanPAC classifies with.
+"""Ridge regression on random features, learned exactly, one task at a time: RanPAC's classifier.
 
     h = relu(z R),   G = sum h h^T,   C = sum h y^T,   W = (G + lambda I)^-1 C
 
-G and C are sums over samples, so they are the same whatever order tasks come in, and no old sample is needed again.
+G and C are sums over samples, so they do not depend on the order of tasks, and no old sample is needed again.
 
-Regression takes a class with few samples for an unlikely one. `even` answers as if all n_c were the same, by taking
-log n_c off the logits (Menon et al., 2021): nothing changes where they are.
+Regression takes a class with few samples for an unlikely one. `even` is a logit adjustment for class frequency: log n_c
+is subtracted from the logits (Menon et al., 2021), which changes nothing where all n_c are equal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tpl.scores.base import in_blocks
 
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 1024, 10_000  # random features: with fewer, small problems lose points and large ones stay small
-SMALLEST_REST = 1e-6  # of a sample that nearly determines its own answer
+SMALLEST_REST = 1e-6  # lower bound of 1 - h_i, for a sample that nearly determines its own prediction
 HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
-LEAP = 4  # temperatures passed over at first: the entropy has one valley
+STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RidgeConfig(Config):
 
 
 class Trial(NamedTuple):
-    """What one strength of the ridge comes to on samples that were not taken up, or are left out."""
+    """The result of one ridge strength on samples that are held out, or left out one by one."""
 
     error: float  # mean square
     entropies: Tensor  # of each sample, at the temperature with the smallest mean
@@ -52,12 +52,12 @@ class Trial(NamedTuple):
 
 
 def features_for(samples: int) -> int:
-    """How many random features suit a first task of so many samples: four times as many, within bounds."""
+    """The number of random features for a first task of `samples` samples: four times as many, within bounds."""
     return min(max(4 * samples, SMALLEST), LARGEST)
 
 
 def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """A fifth of every class that has so many, drawn by lot: which rows these are."""
+    """A mask of the held-out rows: a random fifth of every class with at least five samples."""
     drawn = torch.rand(len(labels), generator=generator).to(labels.device)
     held = torch.zeros_like(labels, dtype=torch.bool)
     for c in labels.unique():
@@ -82,7 +82,7 @@ class RandomRidge:
 
     @classmethod
     def drawn_for(cls, z: Tensor, config: RidgeConfig, generator: torch.Generator) -> Self:
-        """One that has seen nothing, with a projection by lot that suits a first task with features `z`."""
+        """An untrained classifier with a random projection whose size suits a first task with features `z`."""
         width = config.width or features_for(len(z))
         return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), config)
 
@@ -97,7 +97,7 @@ class RandomRidge:
         return F.relu(unit @ self.projection.double())
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator) -> None:
-        """Take up a task, with ridge and temperature chosen on a fifth of it before that is taken up, too."""
+        """Add a task; ridge and temperature are chosen on a held-out fifth of it, which is then added as well."""
         held = held_out_rows(y, generator)
         self._add(z[~held], y[~held])
         if bool(held.any()):
@@ -107,9 +107,9 @@ class RandomRidge:
         self._solve()
 
     def learn_whole(self, z: Tensor, y: Tensor, known: Tensor, labels: Tensor) -> None:
-        """Take up a task, with ridge and temperature chosen on samples of all classes that were taken up, too.
+        """Add a task; ridge and temperature are chosen on `known` samples of all classes, which are part of the sums.
 
-        Each of them is judged by the classifier of all others (leave one out, in closed form).
+        Each of them is predicted by the classifier of all others (leave-one-out, in closed form).
         """
         self._add(z, y)
         chosen = self._choose(known, labels, inside=True) if self.classes > 1 else None
@@ -119,7 +119,7 @@ class RandomRidge:
             self.weights = chosen
 
     def update(self, z: Tensor, y: Tensor) -> None:
-        """Take up more samples of known classes, as if they had always been there."""
+        """Add more samples of known classes; the result is the same as if they had been there from the start."""
         self._add(z, y)
         self._solve()
 
@@ -135,18 +135,18 @@ class RandomRidge:
         _mirror(self.gram)
 
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
-        """The ridge, and its temperature, that suit these samples best. Gives the classifier that came with it.
+        """Set the ridge strength and temperature that fit these samples best. Returns the classifier found with them.
 
-        `inside`: the samples were taken up already. The search goes from the strength of before to better neighbours.
+        `inside`: the samples are part of the sums. The search moves from the last strength to better neighbours.
         """
         hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
         trials: dict[float, Trial] = {}
-        asked: set[float] = set()
+        tried: set[float] = set()
         place = STRENGTHS.index(self.strength)
-        while untried := set(STRENGTHS[max(place - 1, 0) : place + 2]) - asked:
-            found = {strength: self._tried(strength, hidden, y, inside) for strength in untried}
+        while untried := set(STRENGTHS[max(place - 1, 0) : place + 2]) - tried:
+            found = {strength: self._try(strength, hidden, y, inside) for strength in untried}
             trials |= {strength: trial for strength, trial in found.items() if trial is not None}
-            asked |= untried
+            tried |= untried
             place = STRENGTHS.index(self._best(trials)) if trials else min(place + 1, len(STRENGTHS) - 1)
         if not trials:
             return None
@@ -154,33 +154,33 @@ class RandomRidge:
         self.temperature = trials[self.strength].temperature
         return trials[self.strength].weights
 
-    def _tried(self, strength: float, hidden: Tensor, y: Tensor, inside: bool) -> Trial | None:
+    def _try(self, strength: float, hidden: Tensor, y: Tensor, inside: bool) -> Trial | None:
         factor = self._factor(strength)
         if factor is None:
             return None
         weights = self._weights(factor)
-        answer, target = hidden @ weights, F.one_hot(y, self.classes).double()
+        predicted, target = hidden @ weights, F.one_hot(y, self.classes).double()
         if inside:
-            answer = _without_itself(answer, hidden, target, factor)
-        return Trial(float((answer - target).square().mean()), *self._fitted(answer, y), weights)
+            predicted = _leave_one_out(predicted, hidden, target, factor)
+        return Trial(float((predicted - target).square().mean()), *self._fit_temperature(predicted, y), weights)
 
-    def _fitted(self, answer: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        """Every sample's entropy at the temperature with the smallest mean, and this temperature."""
+    def _fit_temperature(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        """Every sample's cross-entropy at the temperature with the smallest mean, and that temperature."""
 
         def least(temperatures: tuple[float, ...]) -> tuple[Tensor, int]:
-            found = [F.cross_entropy(self._logits(answer, t), y, reduction="none") for t in temperatures]
+            found = [F.cross_entropy(self._logits(predicted, t), y, reduction="none") for t in temperatures]
             best = min(range(len(found)), key=lambda i: float(found[i].mean()))
             return found[best], TEMPERATURES.index(temperatures[best])
 
-        _, near = least(TEMPERATURES[::LEAP])
-        entropies, best = least(TEMPERATURES[max(near - LEAP, 0) : near + LEAP + 1])
+        _, near = least(TEMPERATURES[::STRIDE])
+        entropies, best = least(TEMPERATURES[max(near - STRIDE, 0) : near + STRIDE + 1])
         return entropies, TEMPERATURES[best]
 
     def _best(self, trials: dict[float, Trial]) -> float:
-        """The strength with the smallest error; of all, or of those whose entropy is not certainly larger than another.
+        """The strength with the smallest squared error, among those whose cross-entropy is about the smallest.
 
-        With many classes the squared error is mostly that of zeros, and likes a ridge so strong that the order of the
-        classes suffers. With few, all may be told apart at any strength, and entropies say nothing.
+        With many classes the squared error is mostly that of zeros, and prefers a ridge so strong that the ranking of
+        classes suffers. With few, all strengths may separate the classes, and cross-entropies do not differ.
         """
         if self.config.ridge == "error":
             return min(trials, key=lambda strength: trials[strength].error)
@@ -190,7 +190,7 @@ class RandomRidge:
         return min(open_, key=lambda strength: trials[strength].error)
 
     def _solve(self) -> None:
-        """The classifier of all that was taken up."""
+        """Compute the classifier from the sums."""
         factor = self._factor(self.strength)
         if factor is None:  # rounding has moved the limit since this strength was chosen
             factor = self._factor(STRENGTHS[-1])
@@ -200,7 +200,7 @@ class RandomRidge:
     def _weights(self, factor: Tensor) -> Tensor:
         """The classifier, given the factor of G + lambda I.
 
-        Row-major, as storage would make it: a matrix product rounds differently for another memory layout.
+        Row-major, like a loaded one: a matrix product rounds differently for another memory layout.
         """
         return torch.cholesky_solve(self.sums, factor).contiguous()
 
@@ -213,21 +213,21 @@ class RandomRidge:
 
     def log_probabilities(self, z: Tensor) -> Tensor:
         """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
-        answers = torch.cat([self.hidden(part) @ self.weights for part in in_blocks(z, BLOCK)])
-        return self._logits(answers, self.temperature).log_softmax(dim=1)
+        predicted = torch.cat([self.hidden(part) @ self.weights for part in in_blocks(z, BLOCK)])
+        return self._logits(predicted, self.temperature).log_softmax(dim=1)
 
-    def _logits(self, answers: Tensor, temperature: float) -> Tensor:
-        scaled = answers / temperature
+    def _logits(self, predicted: Tensor, temperature: float) -> Tensor:
+        scaled = predicted / temperature
         return scaled - self.counts.clamp_min(1).log() if self.config.even else scaled
 
     def forget(self, c: int) -> None:
-        """Drop a class; what it said about the spread of features stays, as a background for the others."""
+        """Drop a class; its part of the Gram matrix stays, as background for the others."""
         kept = torch.arange(self.classes, device=self.sums.device) != c
         self.sums, self.counts = self.sums[:, kept], self.counts[kept]
         self._solve()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything, the symmetric matrix as one triangle; the classifier, too, since solving for it takes long."""
+        """All tensors, the Gram matrix as one triangle; with the classifier, since solving for it takes long."""
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
         chosen = [self.strength, self.temperature]
         sums = {"gram": self.gram[rows, columns], "sums": self.sums, "counts": self.counts}
@@ -239,7 +239,7 @@ class RandomRidge:
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor], config: RidgeConfig) -> Self:
-        """The ridge that `state` came from."""
+        """The classifier that `state` came from."""
         ridge = cls(state["projection"], config)
         rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
@@ -259,11 +259,11 @@ def _mirror(gram: Tensor) -> None:
     gram += gram.triu(1).mT
 
 
-def _without_itself(answer: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
-    """What ridge regression would say of each sample had it not been taken up.
+def _leave_one_out(predicted: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+    """The prediction of each sample by the ridge regression of all others.
 
-    With h_i = x_i^T (G + lambda I)^-1 x_i, that is (answer_i - h_i y_i) / (1 - h_i).
+    With h_i = x_i^T (G + lambda I)^-1 x_i, that is (predicted_i - h_i y_i) / (1 - h_i).
     """
     own = torch.linalg.solve_triangular(factor, hidden.T, upper=False).square().sum(dim=0).unsqueeze(1)
-    rest: Tensor = (answer - own * target) / (1 - own).clamp_min(SMALLEST_REST)
+    rest: Tensor = (predicted - own * target) / (1 - own).clamp_min(SMALLEST_REST)
     return rest
