@@ -25,7 +25,8 @@ from ray_cluster import two_nodes
 from tpl import Learner, TplError, cli
 from tpl.bench.engines import Job, JobEvent, create_engine
 from tpl.bench.results import is_alive
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.bench.suite import Suite, check_suite
 from tpl.bench.suite_run import RunState, SuiteRun, read_states
 from tpl.bulk import Readers

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from tpl import store as store_module
 from tpl.files import replace_atomically
-from tpl.methods.base import State
-from tpl.store import SCHEMA, ModelStore, StoreError
+from tpl.store import SCHEMA, ModelStore, State, StoreError
 
 Commit = tuple[dict[str, Any], State, dict[str, Tensor]]
 

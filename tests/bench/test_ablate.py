@@ -20,7 +20,8 @@ from tpl.bench import outputs
 from tpl.bench.ablate import VARIANTS, ablate, groups_of, smaller_memory
 from tpl.bench.outputs import read_outputs, run_outputs
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.methods.bank import Bank
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL

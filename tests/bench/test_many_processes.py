@@ -15,7 +15,8 @@ import torch
 
 from handwriting import digits
 from tpl import Learner
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.cli import main
 from tpl.store import ModelStore
 

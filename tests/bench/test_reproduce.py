@@ -19,7 +19,7 @@ from tpl.bench.paper.evidence import Run, read_runs
 from tpl.bench.paper.judge import judge
 from tpl.bench.reproduce import ORDERS, Settings, obstacle, plan, run_rows
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec
+from tpl.bench.spec import RunSpec
 
 ENCODER = "vit_tiny_patch16_224"
 OPTIONS = {name: RunSpec("c100-10t", name, ENCODER).all_options() for name in ("tpl", "joint")}

@@ -24,7 +24,8 @@ from tpl import Learner, TplError
 from tpl.bench import metrics
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import KINDS, RunResult
-from tpl.bench.run import RunError, RunSpec, execute
+from tpl.bench.run import RunError, execute
+from tpl.bench.spec import RunSpec
 from tpl.engine import Event
 from tpl.nets import create_encoder
 

@@ -10,9 +10,10 @@ import pytest
 
 from small_encoder import SMALL_VIT
 from tpl.bench import study as module
+from tpl.bench.metrics import line_through
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec
-from tpl.bench.study import ALL, line_through, study
+from tpl.bench.spec import RunSpec
+from tpl.bench.study import ALL, study
 from tpl.errors import TplError
 from tpl.report.pictures import draw_correlation
 from tpl.scores import DETECTORS

@@ -25,7 +25,8 @@ from tpl import TplError
 from tpl.bench.engines import Job, JobEvent, create_engine, local
 from tpl.bench.engines.local import LocalEngine
 from tpl.bench.results import RunResult, is_alive
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.bench.suite import Suite, check_suite, over, read_suite
 from tpl.bench.suite_run import RunState, SuiteRun, read_states
 from tpl.engine import Event

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from small_encoder import SMALL_VIT
-from tpl.bench.run import RunSpec, execute, execute_together
+from tpl.bench.run import execute, execute_together
+from tpl.bench.spec import RunSpec
 from tpl.engine import Event, RunLabel
 from tpl.errors import TplError
 from tpl.learner import Learner

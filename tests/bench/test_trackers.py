@@ -11,7 +11,8 @@ import pytest
 from tpl import TplError
 from tpl.bench import trackers
 from tpl.bench.engines import Job
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import (
     LOSS,
     TRACKERS,

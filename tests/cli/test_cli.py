@@ -23,7 +23,7 @@ from tpl import TplError, __version__, cli
 from tpl.bench import demo
 from tpl.bench.ablate import VARIANTS
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec
+from tpl.bench.spec import RunSpec
 from tpl.engine import Event, Listener
 from tpl.methods import load_methods
 from tpl.scores import DETECTORS

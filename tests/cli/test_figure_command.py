@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from small_encoder import SMALL_VIT
 from tpl import TplError, cli
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.methods.bank import Bank
 
 

@@ -21,7 +21,7 @@ from small_encoder import SMALL_VIT
 from tpl import cli
 from tpl.bench import demo, reproduce, study
 from tpl.bench.paper import find_rows
-from tpl.bench.run import RunSpec
+from tpl.bench.spec import RunSpec
 from tpl.engine import Event, Listener, RunLabel
 
 TIMED = re.compile(r"\[\d\d:\d\d\] tpl: (.*)")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tpl import TplError, cli
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec
+from tpl.bench.spec import RunSpec
 
 ROW = "encoders/vit-tiny/c100-10t"
 ENCODER = "vit_tiny_patch16_224"

@@ -23,7 +23,8 @@ from light_jobs import MADE, attempts, write_script
 from tpl import TplError, cli
 from tpl.bench.engines import ENGINES, JobEvent
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec, data_hashes
+from tpl.bench.run import data_hashes
+from tpl.bench.spec import RunSpec
 from tpl.bench.suite_run import RunState
 from tpl.cli.suite import SuiteView, seconds_left
 from tpl.nets.compact import record

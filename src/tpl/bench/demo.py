@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec, execute
+from tpl.bench.run import execute
+from tpl.bench.spec import RunSpec
 from tpl.engine import Listener, RunLabel, labelled
 
 BENCHMARK = "digits-5t"

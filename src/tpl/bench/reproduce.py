@@ -13,7 +13,7 @@ from tpl.bench.paper.evidence import JOINT, Run
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
-    from tpl.bench.run import RunSpec
+    from tpl.bench.spec import RunSpec
     from tpl.engine import Listener
 
 # torch and timm are imported by the functions that run something: committed evidence is judged without them.
@@ -69,7 +69,7 @@ def obstacle(row: Row) -> str | None:
 
 def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
     """The runs a row takes, in batches that differ in the class order alone and can train side by side."""
-    from tpl.bench.run import RunSpec
+    from tpl.bench.spec import RunSpec
     from tpl.methods import find_method
 
     forgetting = any(key.startswith("forgetting_") for key in row.values)

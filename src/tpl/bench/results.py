@@ -22,7 +22,8 @@ from tpl._version import __version__
 from tpl.bench import metrics
 from tpl.bench.metrics import Matrix, matrix_of
 from tpl.errors import TplError
-from tpl.store import ModelStore, replace_atomically
+from tpl.files import replace_atomically
+from tpl.store import ModelStore
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,10 @@ from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 from tpl.learner import Learner, learn_side_by_side
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore, replace_atomically
+from tpl.store import ModelStore
 from tpl.stream import Stream, Task, fingerprint
 
 __all__ = ["RunError", "RunSpec", "data_hashes", "execute", "execute_together"]

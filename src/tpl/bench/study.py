@@ -19,7 +19,8 @@ from tpl.bench.metrics import line_through
 from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_of
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
-from tpl.bench.run import RunSpec, execute_together
+from tpl.bench.run import execute_together
+from tpl.bench.spec import RunSpec
 from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
 from tpl.files import replace_atomically

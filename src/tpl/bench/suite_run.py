@@ -25,7 +25,8 @@ from tpl.bench.pace import Pace
 from tpl.bench.results import RunResult, is_held
 from tpl.bench.suite import Suite
 from tpl.errors import TplError
-from tpl.store import ModelStore, replace_atomically
+from tpl.files import replace_atomically
+from tpl.store import ModelStore
 
 if TYPE_CHECKING:  # `tpl suite status` needs no torch
     from tpl.bench.spec import RunSpec

@@ -44,7 +44,7 @@ from tpl.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from tpl.bench.run import RunSpec
+    from tpl.bench.spec import RunSpec
     from tpl.engine import Event, Listener
 
 
@@ -159,7 +159,8 @@ def run(
 
     find_benchmark(benchmark)
     from tpl.bench.results import RunResult
-    from tpl.bench.run import RunSpec, execute_together
+    from tpl.bench.run import execute_together
+    from tpl.bench.spec import RunSpec
     from tpl.console import run_progress
     from tpl.engine import joined
 

@@ -162,7 +162,8 @@ def _answer_file(file: Path | None, model: Path, form: Format) -> Iterator[Answe
     if file is None:
         yield None
         return
-    from tpl.store import ModelStore, sha256_of
+    from tpl.files import sha256_of
+    from tpl.store import ModelStore
 
     job = {"model": sha256_of(ModelStore(model).header_file), "top": form.top, "reject": form.reject}
     with AnswerFile(file, job).open() as kept:

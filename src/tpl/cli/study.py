@@ -80,7 +80,7 @@ def ood_study(
 
     orders = class_orders(order)
     find_benchmark(benchmark)
-    from tpl.bench.run import RunSpec
+    from tpl.bench.spec import RunSpec
     from tpl.bench.study import ALL, study
     from tpl.console import run_progress
     from tpl.report.pictures import draw_correlation

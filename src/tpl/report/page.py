@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from tpl._version import __version__
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 from tpl.report import sentences
 from tpl.report.columns import (
     CONTINUAL,
@@ -42,7 +43,6 @@ from tpl.report.find import Experiment, Findings, Group, group_runs
 from tpl.report.paper import paper_of, ranking_of
 from tpl.report.svg import SERIES
 from tpl.report.tables import Paper, overview, ranking_table
-from tpl.store import replace_atomically
 
 Context = dict[str, Any]  # what a template shows
 

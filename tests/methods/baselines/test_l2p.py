@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.bench.run import RunSpec
+from tpl.bench.spec import RunSpec
 from tpl.errors import TplError
 from tpl.methods.l2p import L2P, L2PConfig, PromptLoss, choose
 from tpl.nets.encoder import prompted

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from tpl.bench.run import RunSpec
+    from tpl.bench.spec import RunSpec
 
 # torch is imported where a job is carried out: an engine itself starts and counts processes, no more.
 
@@ -44,7 +44,7 @@ class Job:
 
     def run_spec(self) -> RunSpec:
         """What to run."""
-        from tpl.bench.run import RunSpec
+        from tpl.bench.spec import RunSpec
 
         paths = {name: None if self.spec[name] is None else Path(self.spec[name]) for name in _PATHS}
         sizes = self.spec["per_task"]
