@@ -54,7 +54,7 @@ class SuiteView:
         """Say what has to be said; the picture follows the states by itself."""
         if self.lines is not None:
             last = {"last": state.result.summary["last"]} if state.result else {}
-            self.lines.hear(event.kind, event.data | last, self.label(state))
+            self.lines.handle(event.kind, event.data | last, self.label(state))
             return
         text = ""
         if event.kind == "warning":  # on stderr: --json or not
