@@ -164,7 +164,7 @@ def test_few_images_mean_that_nothing_can_be_rejected(stream: Stream) -> None:
 def test_methods_without_task_scores_say_so(stream: Stream) -> None:
     learner = new_learner("finetune").learn(stream[0])
     images = digits([0], 2, start=100)
-    with pytest.raises(TplError, match="'finetune' cannot tell unknown images"):
+    with pytest.raises(TplError, match="'finetune' cannot reject unknown images"):
         learner.unknown_score(images)
     with pytest.raises(TplError, match="'finetune' cannot take up more images"):
         learner.update(images, ["class 0"] * 2)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tpl.engine import Event, RunLabel, labelled
-from tpl.lines import ProgressLines, Rhythm, duration
+from tpl.lines import ProgressLines, Throttle, duration
 
 
 class Log:
@@ -72,11 +72,11 @@ def test_epochs_are_told_by_tenths_and_by_time(log: Log, pause: float, told: lis
 
 
 def test_a_tenth_that_came_too_soon_is_told_later() -> None:
-    rhythm = Rhythm(0.0)
-    assert not rhythm.due(0.1, 4.9) and not rhythm.due(0.09, 4.95)
-    assert rhythm.due(0.15, 5.0) and not rhythm.due(0.19, 11.0) and rhythm.due(0.2, 11.0)
-    assert not rhythm.due(0.02, 20.0) and rhythm.due(0.1, 20.0)  # another training has begun
-    assert not rhythm.due(None, 49.9) and rhythm.due(None, 50.0)
+    throttle = Throttle(0.0)
+    assert not throttle.due(0.1, 4.9) and not throttle.due(0.09, 4.95)
+    assert throttle.due(0.15, 5.0) and not throttle.due(0.19, 11.0) and throttle.due(0.2, 11.0)
+    assert not throttle.due(0.02, 20.0) and throttle.due(0.1, 20.0)  # another training has begun
+    assert not throttle.due(None, 49.9) and throttle.due(None, 50.0)
 
 
 def test_a_line_is_whole_and_there_at_once() -> None:

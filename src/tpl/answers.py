@@ -1,4 +1,4 @@
-"""What a learner says: of an image, and of the tasks it has learned."""
+"""What a learner returns: the answer for an image, and the record of a task."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 ROUNDING = 1e-9  # 1 - 0.05 and 1 - 1/20 are the same share
-DIGITS = 6  # what is told of a probability; further digits depend on the machine
+DIGITS = 6  # of a probability in output; further digits depend on the machine
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one image shows.
+    """The prediction for one image: its class, with probability and task, and the `top` most probable classes.
 
     `unknown` is between 0 and 1: of images of known classes, at most a share `a` reach 1 - a. It is 0 where nothing was
-    held out of training, and for methods that cannot tell.
+    held out of training, and for methods without an unknown score.
     """
 
     name: str
@@ -22,10 +22,10 @@ class Answer:
     task: str
     unknown: float
     top: tuple[tuple[str, float], ...]
-    passes: int | None = None  # task models asked; None for methods without
+    passes: int | None = None  # task models that were run; None for methods without
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        """As the command line and the server tell it, with the `top` classes or all that were asked for."""
+        """The answer as JSON for the command line and the server, with at most `top` of its most probable classes."""
         return {
             "class": self.name,
             "probability": round(self.probability, DIGITS),
@@ -36,7 +36,7 @@ class Answer:
         }
 
     def rejected(self, share: float) -> bool:
-        """Whether to call the image unknown, if that may happen to `share` of the known ones."""
+        """Whether to call the image unknown, if at most a `share` of the known ones may be called so, too."""
         return self.unknown >= 1 - share - ROUNDING
 
 
@@ -46,7 +46,7 @@ class TaskRecord:
 
     name: str
     classes: tuple[str, ...]
-    images: int  # trained on; 0 if nobody counted
+    images: int  # trained on; 0 if not counted
     held_out: int
     accuracy: float | None  # on the images held out, among all classes known then
     learned: str  # date and time, ISO
@@ -55,7 +55,7 @@ class TaskRecord:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """What a model notes of a task: numbers class by class, so that a class can leave or grow."""
+    """A task in a model's header: with counts per class, so that classes can be removed or updated."""
 
     name: str
     classes: tuple[str, ...]
@@ -64,27 +64,27 @@ class TaskEntry:
     accuracy: float | None = None
     learned: str = ""
     source: str = ""
-    confusions: tuple[tuple[str, str, int], ...] = ()  # true, predicted, how often
+    confusions: tuple[tuple[str, str, int], ...] = ()  # true, predicted, count
 
     @property
     def record(self) -> TaskRecord:
-        """The entry in sum."""
+        """The entry with totals instead of counts per class."""
         images, held_out = sum(self.images), sum(self.held_out)
         return TaskRecord(self.name, self.classes, images, held_out, self.accuracy, self.learned, self.source)
 
     def without(self, name: str) -> Self:
-        """As if a class had not been there; the accuracy stays what was measured then."""
-        kept = [i for i, c in enumerate(self.classes) if c != name]
+        """The entry without one class; the accuracy stays what was measured when the task was learned."""
+        others = [i for i, c in enumerate(self.classes) if c != name]
         return replace(
             self,
-            classes=tuple(self.classes[i] for i in kept),
-            images=tuple(self.images[i] for i in kept if self.images),
-            held_out=tuple(self.held_out[i] for i in kept if self.held_out),
+            classes=tuple(self.classes[i] for i in others),
+            images=tuple(self.images[i] for i in others if self.images),
+            held_out=tuple(self.held_out[i] for i in others if self.held_out),
             confusions=tuple(c for c in self.confusions if name not in c[:2]),
         )
 
     def renamed(self, old: str, new: str) -> Self:
-        """With another name for a class."""
+        """The entry with another name for a class."""
 
         def name(c: str) -> str:
             return new if c == old else c
@@ -96,7 +96,7 @@ class TaskEntry:
         )
 
     def updated(self, images: dict[str, int], held_out: dict[str, int]) -> Self:
-        """With more images of some classes."""
+        """The entry with more images of some classes."""
 
         def sums(numbers: tuple[int, ...], more: dict[str, int]) -> tuple[int, ...]:
             numbers = numbers or (0,) * len(self.classes)
@@ -105,7 +105,7 @@ class TaskEntry:
         return replace(self, images=sums(self.images, images), held_out=sums(self.held_out, held_out))
 
     def to_dict(self) -> dict[str, Any]:
-        """For the header of a model."""
+        """The entry as JSON, for the header of a model."""
         return {
             "name": self.name,
             "classes": list(self.classes),
@@ -119,7 +119,7 @@ class TaskEntry:
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any], number: int) -> Self:
-        """From the header of a model; early versions noted the classes alone."""
+        """An entry from the header of a model; early versions stored the classes alone."""
         return cls(
             entry.get("name", f"task {number}"),
             tuple(entry["classes"]),

@@ -133,7 +133,7 @@ class Learner:
         found = self.method.answer(pixels, {UNKNOWN}).unknown
         if found is None:
             raise TplError(
-                f"The method '{self.method.name}' cannot tell unknown images: it has no task scores. Use tpl."
+                f"The method '{self.method.name}' cannot reject unknown images: it has no task scores. Use tpl."
             )
         return found
 

@@ -1,10 +1,10 @@
-"""Progress as plain lines, for a log or any other standard error that is no terminal.
+"""Progress as plain lines, for a log or another standard error that is not a terminal.
 
 [00:42] tpl: task 2 of 5 (task 2): 2 classes, 286 images
 [00:50] tpl: task 2 of 5: epoch 12 of 40, loss 0.31, about 18 s left in this task
 [01:05] tpl: task 2 of 5 done in 23 s: 97.8 % accuracy on the classes so far; about 1 min 10 s left
 
-The time in brackets is counted from the beginning of the work.
+The time in brackets is counted from the start.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tpl.bench.pace import Pace
 if TYPE_CHECKING:
     from tpl.engine import Event, RunLabel
 
-SHORTEST = 5.0  # seconds between two lines about the same task, unless one of them begins or ends it
-LONGEST = 30.0  # after so many seconds without a line, the next event is told in any case
+MIN_SECONDS = 5.0  # between two lines about the same task, unless one of them begins or ends it
+MAX_SECONDS = 30.0  # after so long without a line, the next event writes one in any case
 
 Clock = Callable[[], float]
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them, no more exactly than an estimate can be."""
+    """Seconds in hours, minutes and seconds, rounded to the precision of an estimate."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -50,26 +50,26 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line that any terminal can take: file names may hold anything."""
+    """`text` on one line, with unprintable characters escaped: file names may contain anything."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class Rhythm:
-    """Decides when a piece of work is worth a line: at every tenth of it, neither too often nor too rarely."""
+class Throttle:
+    """Decides when some work writes a line: at every tenth of it, neither too often nor too rarely."""
 
     def __init__(self, now: float) -> None:
         self.last = now  # when the last line was written
         self.tenth = 0
 
     def due(self, share: float | None, now: float) -> bool:
-        """Whether a line is to be written when so much is done; `share` is None where nobody knows the whole."""
+        """Whether to write a line now that a `share` of the work is done; None where the total is unknown."""
         tenth = 0 if share is None else int(10 * share + 1e-6)
         if tenth < self.tenth:
-            self.tenth = 0  # other work has begun
+            self.tenth = 0  # new work has begun
         quiet = now - self.last
-        if quiet >= LONGEST or (tenth > self.tenth and quiet >= SHORTEST):
+        if quiet >= MAX_SECONDS or (tenth > self.tenth and quiet >= MIN_SECONDS):
             self.last, self.tenth = now, tenth
             return True
         return False
@@ -77,7 +77,7 @@ class Rhythm:
 
 @dataclass
 class _Run(Pace):
-    """What the lines about one run have to remember."""
+    """The progress of one run, as far as its lines need it."""
 
     label: RunLabel
     title: str = "task"
@@ -93,31 +93,31 @@ class _Run(Pace):
 
 @dataclass
 class _Group:
-    """Runs that learn side by side, or one alone: one line speaks for all that are equally far."""
+    """Runs that learn side by side, or one alone; they share a throttle."""
 
     began: float
-    rhythm: Rhythm
+    throttle: Throttle
     runs: dict[RunLabel, _Run] = field(default_factory=dict)
 
 
 class _Phase:
-    """Work in steps of about the same length."""
+    """Work without tasks, in steps of about the same length."""
 
     def __init__(self, name: str, total: int | None, now: float) -> None:
         self.name, self.total, self.began = name, total, now
-        self.done, self.told = 0, False
-        self.rhythm = Rhythm(now)
+        self.done, self.reported = 0, False
+        self.throttle = Throttle(now)
 
     def advance(self, steps: int, now: float) -> str | None:
-        """The line that is due after some more steps."""
+        """The line to write after some more steps, if any."""
         self.done += steps
         seconds = now - self.began
         speed = self.done / max(seconds, 1e-9)
-        if self.told and self.done == self.total:
+        if self.reported and self.done == self.total:
             return f"{self.name}: all {self.total} done in {duration(seconds)}"
-        if not self.rhythm.due(self.done / self.total if self.total else None, now):
+        if not self.throttle.due(self.done / self.total if self.total else None, now):
             return None
-        self.told = True
+        self.reported = True
         fast = f", {speed:.0f} a second" if speed >= 1 else ""
         if not self.total:
             return f"{self.name}: {self.done} so far{fast}"
@@ -126,10 +126,10 @@ class _Phase:
 
 
 class ProgressLines:
-    """A listener that writes a line where a bar cannot be drawn: when a task begins or ends, and now and then between.
+    """A listener that writes lines where a bar cannot be drawn: when a task begins or ends, and at times in between.
 
-    Every line is written whole and at once. A log that cannot be written any more does not end the work. `left`
-    estimates the seconds that the whole command still takes; by default that follows from the events.
+    Every line is flushed at once. A log that can no longer be written does not end the work. `left` estimates the
+    seconds that the whole command still takes; by default from the events.
     """
 
     def __init__(
@@ -148,37 +148,37 @@ class ProgressLines:
         """Every line has been written already, however the work ends."""
 
     def __call__(self, event: Event) -> None:
-        """Write the line that an event is worth, if any."""
-        self.hear(event.kind, event.data, event.run)
+        """Write the line of an event, if any."""
+        self.handle(event.kind, event.data, event.run)
 
-    def hear(self, kind: str, data: dict[str, Any], label: RunLabel) -> None:
-        """The same for an event of another process."""
+    def handle(self, kind: str, data: dict[str, Any], label: RunLabel) -> None:
+        """Write the line of an event given by its parts, as another process sends it."""
         if kind == "phase":
             self.begin(data["phase"], data["steps"])
         elif kind == "step":
             self.advance(data["steps"])
-        elif (tell := getattr(self, f"_on_{kind}", None)) is not None:
+        elif (handler := getattr(self, f"_on_{kind}", None)) is not None:
             group = self._group(label)
             run = group.runs.setdefault(label, _Run(label))
             run.hear(kind, data, self.clock())
-            tell(group, run, data)
+            handler(group, run, data)
 
     # Work without tasks
 
     def begin(self, phase: str, total: int | None) -> None:
-        """Start a phase of `total` steps, each of about the same length; None if nobody knows how many."""
+        """Start a phase of `total` steps, each of about the same length; None if the number is unknown."""
         self.phase = _Phase(phase, total, self.clock())
 
     def advance(self, steps: int, doing: str | None = None) -> None:
         """Count some more steps of the phase; `doing` is for bars."""
         line = self.phase.advance(steps, self.clock()) if self.phase is not None else None
         if line is not None:
-            self._write(line)
+            self._print(line)
 
     # Tasks
 
     def _on_warning(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
-        self._tell(group, run, f"warning: {data['text']}")
+        self._write_line(group, run, f"warning: {data['text']}")
 
     def _on_run(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         run.began = None
@@ -188,28 +188,28 @@ class ProgressLines:
         content = f"{counted(len(data['classes']), 'class', 'classes')}, {counted(data['images'], 'image', 'images')}"
         if run.images:
             run.title = f"task {run.task + 1} of {len(run.images)}"
-            self._tell(group, run, f"{run.title} ({data['task']}): {content}")
+            self._write_line(group, run, f"{run.title} ({data['task']}): {content}")
         else:
             run.title = f"task {data['task']}"
-            self._tell(group, run, f"{run.title}: {content}")
+            self._write_line(group, run, f"{run.title}: {content}")
 
     def _on_prepare(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         whole = data["images"]
-        run.read = data["done"] + (run.read if run.read < whole else 0)  # or other images have begun
-        if group.rhythm.due(run.read / max(whole, 1), self.clock()):
-            self._tell(group, run, f"{run.title}: {run.read} of {whole} images read")
+        run.read = data["done"] + (run.read if run.read < whole else 0)  # else other images have begun
+        if group.throttle.due(run.read / max(whole, 1), self.clock()):
+            self._write_line(group, run, f"{run.title}: {run.read} of {whole} images read")
 
     def _on_epoch(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         now, epoch, epochs = self.clock(), data["epoch"], data["epochs"]
         if epoch == 1:
             run.first_epoch = now  # the first one may take much longer than the others
-        if not group.rhythm.due(epoch / epochs, now):
+        if not group.throttle.due(epoch / epochs, now):
             return
         text = f"{run.title}: epoch {epoch} of {epochs}, loss {data['loss']:.2f}"
         if 1 < epoch < epochs:
             left = (now - run.first_epoch) / (epoch - 1) * (epochs - epoch)
             text += f", about {duration(left)} left in this task"
-        self._tell(group, run, text)
+        self._write_line(group, run, text)
 
     def _on_stage(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         right = f"{100 * data['so_far']['last']:.1f} % accuracy on the classes so far"
@@ -222,30 +222,30 @@ class ProgressLines:
 
     def _done(self, group: _Group, run: _Run, title: str, right: str) -> None:
         took = "" if run.began is None else f" in {duration(self.clock() - run.began)}"
-        self._tell(group, run, f"{title} done{took}{': ' if right else ''}{right}{self._rest()}")
+        self._write_line(group, run, f"{title} done{took}{': ' if right else ''}{right}{self._rest()}")
         run.began = None
 
     # Runs of a suite
 
     def _on_started(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         again = "" if data["attempt"] == 1 else f" again, attempt {data['attempt']}"
-        self._tell(group, run, f"started{again}")
+        self._write_line(group, run, f"started{again}")
 
     def _on_finished(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
-        self._tell(group, run, f"finished: Last {100 * data['last']:.2f} %{self._rest()}")
+        self._write_line(group, run, f"finished: Last {100 * data['last']:.2f} %{self._rest()}")
 
     def _on_retried(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
-        self._tell(group, run, f"failed and will be tried once more: {data['error']}")
+        self._write_line(group, run, f"failed and will be tried once more: {data['error']}")
 
     def _on_failed(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
-        self._tell(group, run, f"failed: {data['error']}")
+        self._write_line(group, run, f"failed: {data['error']}")
 
-    # What is behind all of them
+    # Shared by all
 
     def _group(self, label: RunLabel) -> _Group:
         number, now = label.number // label.together, self.clock()
         if number not in self.groups:
-            self.groups[number] = _Group(now, Rhythm(now))
+            self.groups[number] = _Group(now, Throttle(now))
         return self.groups[number]
 
     def _rest(self) -> str:
@@ -253,7 +253,7 @@ class ProgressLines:
         return f"; about {duration(left)} left" if left is not None and left >= 0.5 else ""
 
     def _estimate(self) -> float | None:
-        """Seconds left: the newest group's at its speed, and for each one to come the mean of all so far."""
+        """Seconds left: of the newest group at its speed, and for each group to come the mean of all so far."""
         number, group = list(self.groups.items())[-1]
         now, label = self.clock(), next(iter(group.runs))
         rests = [rest for run in group.runs.values() if (rest := run.seconds_left(now)) is not None]
@@ -265,15 +265,15 @@ class ProgressLines:
         to_come = label.runs // label.together - number - 1
         return rest + to_come * sum(whole) / len(whole)
 
-    def _tell(self, group: _Group, run: _Run, text: str) -> None:
-        group.rhythm.last = self.clock()
-        self._write(run.prefix + text)
+    def _write_line(self, group: _Group, run: _Run, text: str) -> None:
+        group.throttle.last = self.clock()
+        self._print(run.prefix + text)
 
-    def _write(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         minutes, seconds = divmod(int(self.clock() - self.started), 60)
         hours, minutes = divmod(minutes, 60)
         stamp = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
         file = self.console.file
-        with suppress(OSError):  # whoever reads has gone, or the disk is full: the work goes on
+        with suppress(OSError):  # the pipe is closed or the disk is full: the work goes on
             file.write(f"[{stamp}] tpl: {printable(text)}\n")
             file.flush()

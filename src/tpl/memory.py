@@ -1,10 +1,9 @@
 """The replay memory: a few images of every class, within a budget, balanced and nested.
 
-Each class gets the same quota, floor(budget / classes). A policy ranks a class's images once, when
-the class is learned; what is kept later is always a prefix of that ranking, so the memory after task
-t is a subset of the memory before it. Some policies rank by features, which come with the images.
-Images are stored losslessly as the encoder will see them (shrunk to its resize step where they are
-larger), and their bytes are counted.
+Each class gets the same quota, floor(budget / classes). A policy ranks a class's images once, when the class is
+learned; later memories hold a prefix of that ranking, so that exemplars are dropped but never exchanged. Some policies
+rank by features, which come with the images. Images are stored losslessly at the size of the encoder's resize step, or
+smaller, and their bytes are counted.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from torch import Tensor
 from tpl.errors import TplError
 from tpl.stream import ImageSet, Preprocess
 
-# A policy ranks n images of one class, best first. New ones are added here, in one place.
+# A policy ranks n images of one class, best first. Add new ones here.
 Policy = Callable[[int, np.random.Generator], np.ndarray]
 
 POLICIES: dict[str, Policy] = {
     "random": lambda n, rng: rng.permutation(n),  # the paper's
-    "first": lambda n, rng: np.arange(n),  # the public code's: the first images of the data set
+    "first": lambda n, rng: np.arange(n),  # the public code's
 }
 
 
@@ -57,7 +56,7 @@ FEATURE_POLICIES: dict[str, Callable[[Tensor, int], NDArray[np.int64]]] = {"herd
 
 @dataclass
 class Memory:
-    """Exemplars by class, `budget` of them at most; 0 keeps none."""
+    """Exemplars by class, at most `budget` in all; 0 stores none."""
 
     budget: int
     policy: str = "random"
@@ -87,9 +86,9 @@ class Memory:
         return torch.arange(len(counts)).repeat_interleave(counts)
 
     def quotas(self, classes: int) -> list[int]:
-        """How many exemplars each of `classes` classes may keep.
+        """How many exemplars each of `classes` classes may have.
 
-        With fewer places than classes the earliest classes keep one each.
+        With a budget below the number of classes, the earliest classes have one each.
         """
         quota = self.budget // classes if classes else 0
         return [quota or int(c < self.budget) for c in range(classes)]
@@ -107,16 +106,16 @@ class Memory:
         device: torch.device | str | None = None,
         features: Tensor | None = None,
     ) -> Tensor:
-        """Take up a new task's `classes` classes and shrink the old ones to the new quota.
+        """Add a new task's `classes` classes and shrink the old ones to the new quota.
 
-        Returns which rows of the old memory stayed; they now come first, in the same order. `pixels` are made
-        ready on `device`; without it, where they already are (the CPU at first). `features` are those of `images`,
-        `[n, dim]`, for a policy that ranks by them.
+        Returns which rows of the old memory stayed; they now come first, in the same order. The new rows of `pixels`
+        are prepared on `device`; by default on that of the old ones (at first the CPU). `features` are those of
+        `images`, `[n, dim]`, for a policy that ranks by them.
         """
         labels = np.asarray(images.labels)
         first = len(self.exemplars)
         quotas = self.quotas(first + classes)
-        fresh = []  # joined at the end: an image that cannot be read leaves the memory as it was
+        fresh = []  # added at the end: an image that cannot be read leaves the memory as it was
         for c in range(classes):
             members = np.flatnonzero(labels == c)
             rng = np.random.default_rng([self.seed, first + c])
@@ -127,20 +126,20 @@ class Memory:
         self.exemplars += fresh
         for images_, quota in zip(self.exemplars, quotas, strict=True):
             del images_[quota:]
-        kept = torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
+        stayed = torch.nonzero(torch.tensor(ranks) < torch.tensor(limits)).squeeze(1)
         if self._prepared is not None or first == 0:
-            old = [self._prepared[kept]] if self._prepared is not None else []
+            old = [self._prepared[stayed]] if self._prepared is not None else []
             if device is None and self._prepared is not None:
                 device = self._prepared.device
             new = preprocess.batch(self._images(first), device=device)
             self._prepared = torch.cat([*(rows.to(new.device) for rows in old), new])
-        return kept
+        return stayed
 
     def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
-        """Draw the exemplars of some classes anew from the old ones and from more `images`, by class.
+        """Choose the exemplars of some classes again, from the old ones and from more `images`, by class.
 
-        `seen` says how many images a class had before: an old exemplar stands for several, and the policy ranks all of
-        them together with the new ones. Returns for every row of the memory which row it was before, or -1 if new.
+        `seen` is the number of images a class had before: an old exemplar stands for several, and the policy ranks all
+        of them together with the new ones. Returns for every row of the memory which row it was before, or -1 if new.
         """
         before = self._rows()
         fresh: dict[int, tuple[list[bytes], list[int]]] = {}
@@ -155,7 +154,7 @@ class Memory:
                     break
                 if i >= seen[c]:
                     drawn.append((encode(preprocess.shrink(more.load(i - seen[c]))), -1))
-                elif old:  # one of the old images: the next of those that are left of them
+                elif old:  # any old image: the next old exemplar stands for it
                     drawn.append(old.pop(0))
             fresh[c] = [image for image, _ in drawn], [row for _, row in drawn]
         for c, (exemplars, rows) in fresh.items():
@@ -166,7 +165,7 @@ class Memory:
     def _rank(
         self, images: int, rng: np.random.Generator, count: int, features: Tensor | None = None
     ) -> NDArray[np.int64]:
-        """The numbers of the first `count` of one class's images, as the policy ranks them."""
+        """The indices of the first `count` of one class's images in the policy's ranking."""
         if self.ranks_by_features:
             if features is None:
                 raise TplError(f"The memory policy '{self.policy}' ranks images by features, and got none.")
@@ -174,7 +173,7 @@ class Memory:
         return POLICIES[self.policy](images, rng)[:count]
 
     def remove(self, c: int) -> Tensor:
-        """Drop a class and its exemplars; later classes move up. Returns which rows stayed."""
+        """Delete a class and its exemplars; later classes move up. Returns which rows stayed."""
         before = self._rows()
         del self.exemplars[c], before[c]
         self._prepared = None
@@ -188,7 +187,7 @@ class Memory:
     def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
         """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class.
 
-        They are on `device` and stay there for the next time; without it, they are given on the CPU.
+        They are moved to `device` and stay there for the next call; by default a copy on the CPU is returned.
         """
         if self._prepared is None:
             self._prepared = preprocess.batch(self._images(0), device=device)
@@ -211,7 +210,7 @@ class Memory:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         raw = state["bytes"].numpy().tobytes()
         ends = state["lengths"].cumsum(0).tolist()
         flat = [raw[end - length : end] for end, length in zip(ends, state["lengths"].tolist(), strict=True)]
@@ -220,7 +219,7 @@ class Memory:
         self.restore(exemplars)
 
     def restore(self, exemplars: list[list[bytes]]) -> None:
-        """Hold exactly these exemplars."""
+        """Replace all exemplars by these."""
         self.exemplars, self._prepared = exemplars, None
 
 
@@ -232,18 +231,18 @@ class StoredImages(ImageSet):
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Unknown here: the memory itself knows."""
+        """All -1: `Memory.labels` has the classes."""
         return np.full(len(self.images), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.images)
 
     def load(self, index: int) -> Image.Image:
-        """The image back, pixel for pixel."""
+        """The stored image, decoded to RGB."""
         return Image.open(io.BytesIO(self.images[index])).convert("RGB")
 
     def name(self, index: int) -> str:
-        """Its place in the memory."""
+        """The image's index in the memory."""
         return f"exemplar {index}"
 
     def identity(self, index: int) -> bytes:
@@ -256,7 +255,7 @@ def _rows_of(features: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
 
 
 def encode(image: Image.Image) -> bytes:
-    """Lossless PNG."""
+    """An image as PNG, without loss."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Names that may be mistyped, told before torch is there: it takes seconds to import."""
+"""Checks of names that a user may mistype, without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpl.errors import TplError
 
 
 def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
-    """An error that lists what there is, unless `name` is there."""
+    """Raise an error that lists the known names, unless `name` is one of them."""
     known = list(known)
     if name not in known:
         raise TplError(f"There is no {what} '{name}'; there are {', '.join(known)}.")
@@ -19,14 +19,14 @@ def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """All methods of the package, sorted: read in their files, none of which is run."""
+    """The names of all methods of the package, sorted: parsed from their files, none of which is imported."""
     files = (Path(__file__).parent / "methods").glob("*.py")
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     return tuple(sorted(name for tree in trees for node in tree.body for name in _registered(node)))
 
 
 def _registered(node: ast.stmt) -> list[str]:
-    """`name = "..."` of a class with `@register`."""
+    """The value of `name = "..."` in a class with `@register`."""
     marks = node.decorator_list if isinstance(node, ast.ClassDef) else []
     if not isinstance(node, ast.ClassDef) or not any(isinstance(m, ast.Name) and m.id == "register" for m in marks):
         return []

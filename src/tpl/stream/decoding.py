@@ -1,4 +1,4 @@
-"""Turns the bytes of an image file, in whatever mode it was saved, into an upright 8-bit RGB picture."""
+"""Decodes image files of any mode to upright 8-bit RGB images."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    # A Pillow built without one of the libraries has no such decoder, and asking for it is a KeyError.
+    # A Pillow built without one of the libraries has no such decoder, and to request it is a KeyError.
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

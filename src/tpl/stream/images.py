@@ -303,7 +303,7 @@ def as_labels(labels: ArrayLike, count: int, origin: str) -> Labels:
 
 
 def in_range(index: int, count: int) -> int:
-    """`index` if it lies in 0 .. count-1. Negative indices are refused: a label of -1 is no position."""
+    """`index`, if it is in 0 .. count-1. Negative indices are refused: a label of -1 is no position."""
     if not 0 <= index < count:
         raise IndexError(f"image {index} of {count}")
     return index

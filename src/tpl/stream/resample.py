@@ -147,12 +147,12 @@ def _steps(geometry: Geometry, device: torch.device) -> tuple[slice, slice, Tens
 
 
 def _step(geometry: Geometry, side: int) -> tuple[slice, NDArray[np.float64] | None]:
-    """The part of the source that the kept pixels depend on, and their weights; none for a side left as it is."""
+    """The part of the source that the crop depends on, and their weights; none for a side left as it is."""
     size, new, first = geometry.source[side], geometry.resized[side], geometry.corner[side]
-    kept = slice(first, first + geometry.crop[side])
+    cropped = slice(first, first + geometry.crop[side])
     if size == new:
-        return kept, None
-    matrix = weights(geometry.filter, size, new)[kept]
+        return cropped, None
+    matrix = weights(geometry.filter, size, new)[cropped]
     used = np.flatnonzero(matrix.any(axis=0))
     part = slice(int(used[0]), int(used[-1]) + 1)
     return part, matrix[:, part]
@@ -176,5 +176,5 @@ def weights(filter_name: str, size: int, new: int) -> NDArray[np.float64]:
             total += value
         scaled = [value / total * _ONE for value in values]
         matrix[row, low:high] = [math.trunc(value - 0.5 if value < 0 else value + 0.5) / _ONE for value in scaled]
-    matrix.flags.writeable = False  # it is shared by all who ask for it
+    matrix.flags.writeable = False  # the cache shares it between callers
     return matrix
