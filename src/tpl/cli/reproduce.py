@@ -109,8 +109,7 @@ def reproduce(
 def _judge_folder(
     rows: Sequence[Row], folder: Path, options: dict[str, Any], orders: Sequence[str] | None, tolerance: float
 ) -> list[Judgement]:
-    from tpl.bench.paper.evidence import read_runs
-    from tpl.bench.paper.judge import judge
+    from tpl.bench.paper.judge import judge, read_runs
     from tpl.bench.reproduce import obstacle
 
     runs = read_runs(folder)

@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.bench.paper import QUANTITIES, Row
-from tpl.bench.paper.evidence import Group
-from tpl.bench.paper.judge import Finding, Judgement
+from tpl.bench.paper.judge import Finding, Group, Judgement
 from tpl.bench.reproduce import obstacle
 from tpl.cli.app import out, print_json
 

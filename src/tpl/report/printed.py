@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpl.bench.paper import QUANTITIES, load_rows
-from tpl.bench.paper.evidence import Run, fits
+from tpl.bench.paper.judge import Run, fits
 from tpl.report.scenes import Group
 
 # The paper's quantities by the columns of our tables; time is another machine's, so it is left out.
@@ -38,4 +38,4 @@ def paper_values(group: Group) -> dict[str, PaperValue]:
 
 def _evidence(group: Group, number: int) -> Run:
     run = group.runs[number]
-    return Run(run.place, run.what, run.result.summary, run.result.matrices["cil"].tolist())
+    return Run(run.place, run.result)
