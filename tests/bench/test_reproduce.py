@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 
 from tpl import TplError
+from tpl.bench.metrics import matrix_of
 from tpl.bench.paper import Row, find_rows
-from tpl.bench.paper.evidence import Run, read_runs
-from tpl.bench.paper.judge import judge
+from tpl.bench.paper.judge import Run, judge, read_runs
 from tpl.bench.reproduce import ORDERS, Settings, obstacle, plan, run_rows
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
@@ -49,14 +48,19 @@ def description(order: str = "natural", method: str = "tpl", **changes: Any) -> 
 def make(order: str = "natural", last: float = 0.77, til: float = 0.96, place: str = "run", **changes: Any) -> Run:
     summary = {"last": last, "aia": last + 0.05, "til": til, "detection": {"auroc_pooled": 0.9}}
     summary |= {"parameters": 5_000_000, "seconds_per_task": 90.0}
-    return Run(Path(place), description(order, **changes), summary, [[last] * (t + 1) for t in range(10)])
+    return run_of(Path(place), description(order, **changes), summary, 10)
+
+
+def run_of(place: Path, description: dict[str, Any], summary: dict[str, Any], stages: int) -> Run:
+    """A run whose accuracy is always that of its summary."""
+    rows = [[summary["last"]] * (t + 1) for t in range(stages)]
+    return Run(place, RunResult(description, summary, {"cil": matrix_of(rows)}))
 
 
 def write(run: Run, place: Path) -> Path:
     place.mkdir(parents=True)
     (place / "run.json").write_text(json.dumps(run.description))
-    content = {"summary": run.summary, "matrices": {"cil": run.cil}}
-    (place / "results.json").write_text(json.dumps(content))
+    run.result.write(place)
     return place
 
 
@@ -130,7 +134,8 @@ def test_a_run_of_something_else_does_not_count(changes: dict[str, Any]) -> None
 
 def test_a_run_that_stopped_early_does_not_count() -> None:
     run = make()
-    assert judge(row(), [Run(run.place, run.description, run.summary, run.cil[:4])], 0.5).verdict == "no evidence"
+    short = run_of(run.place, run.description, run.result.summary, 4)
+    assert judge(row(), [short], 0.5).verdict == "no evidence"
 
 
 def test_rows_of_ablations_want_their_own_options() -> None:
@@ -201,7 +206,7 @@ def test_an_average_needs_all_five_benchmarks() -> None:
             classes = [[f"{t} {c}" for c in range(per_task)] for t in range(tasks)]
             memory = 200 if name == "c10-5t" else 2000
             run = make(last=last + 0.01 * index, benchmark=name, classes=classes, options={"memory": memory})
-            runs.append(Run(Path(name), run.description, run.summary, [[last] * (t + 1) for t in range(tasks)]))
+            runs.append(run_of(Path(name), run.description, run.result.summary, tasks))
         return runs
 
     judgement = judge(row("encoders/vit-tiny/average"), five(0.77), 0.5)
@@ -218,7 +223,8 @@ def test_runs_are_found_below_a_folder_and_unfinished_ones_left_out(tmp_path: Pa
     write(make(), tmp_path / "unfinished")
     (tmp_path / "unfinished" / "results.json").unlink()
     (found,) = read_runs(tmp_path)
-    assert found.place == place and found.description == make().description and found.cil == make().cil
+    assert found.place == place and found.description == make().description
+    np.testing.assert_array_equal(found.result.matrices["cil"], make().result.matrices["cil"])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "c100-10t"}', json.dumps(description() | {"encoder": 1})])
@@ -304,14 +310,14 @@ def test_each_run_is_made_once_whatever_rows_need_it(tmp_path: Path, monkeypatch
         assert resume and [place.parent for place in places] == [tmp_path] * len(specs)
         calls.append(specs)
         square = np.full((10, 10), 0.8)
-        return [RunResult(description(s.order), make().summary, {"cil": square}) for s in specs]
+        return [RunResult(description(s.order), make().result.summary, {"cil": square}) for s in specs]
 
     monkeypatch.setattr("tpl.bench.run.execute_together", execute_together)
     rows = find_rows(["encoders/deit-small/c100-10t", "main/tpl-pfi/c100-10t"])
     runs = run_rows(rows, Settings(tmp_path), lambda event: None)
     assert len(calls) == 1 and [spec.order for spec in calls[0]] == list(ORDERS)
     assert len(runs) == 3 and len({run.place for run in runs}) == 3
-    assert all(math.isclose(run.cil[9][0], 0.8) for run in runs)
+    assert all(run.result.matrices["cil"][9, 0] == 0.8 for run in runs)
     assert run_rows([], Settings(tmp_path), lambda event: None) == []
     with pytest.raises(TplError, match="named twice"):
         run_rows(rows, Settings(tmp_path, orders=("natural", "natural")), lambda event: None)

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpl.bench.paper import Row
-from tpl.bench.paper.evidence import JOINT, Run
+from tpl.bench.paper.judge import JOINT, Run
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.spec import RunSpec
     from tpl.engine import Listener
 
-# torch and timm are imported by the functions that run something: committed evidence is judged without them.
+# torch and timm are imported by the functions that run something: committed results are judged without them.
 
 ORDERS = ("natural", "random:1", "random:2")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How rows are run."""
+    """Settings of the runs behind rows."""
 
     out: Path
     data: Path | None = None
@@ -33,10 +33,10 @@ class Settings:
     seed: int = 0
     device: str = "auto"
     precision: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict)  # overrides of the benchmark's and the row's
+    options: Mapping[str, Any] = field(default_factory=dict)  # replace the benchmark's and the row's
 
     def weights_of(self, encoder: str) -> Path | None:
-        """The weight file of one encoder; rows of several encoders find theirs in one folder."""
+        """The weight file of one encoder: `weights` itself, or the encoder's file in that folder."""
         from tpl.nets import is_resnet
 
         if is_resnet(encoder):
@@ -47,7 +47,7 @@ class Settings:
 
 
 def obstacle(row: Row) -> str | None:
-    """What this program lacks to run a row, or None if it can."""
+    """What is missing to run a row, or None if it can be run."""
     from tpl.bench.benchmarks import BENCHMARKS
     from tpl.methods import load_methods
     from tpl.nets import ENCODERS, is_resnet
@@ -68,7 +68,7 @@ def obstacle(row: Row) -> str | None:
 
 
 def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
-    """The runs a row takes, in batches that differ in the class order alone and can train side by side."""
+    """The runs behind a row, in batches that differ only in the class order and can train side by side."""
     from tpl.bench.spec import RunSpec
     from tpl.methods import find_method
 
@@ -78,7 +78,7 @@ def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
             known = {f.name for f in dataclasses.fields(find_method(method).config_class)}
             if method == row.method:
                 needed = {name: v for name, v in part.required().items() if name in known} | dict(settings.options)
-            else:  # the bound takes what it shares with the row's method
+            else:  # joint training takes the options it shares with the row's method
                 needed = {name: v for name, v in settings.options.items() if name in known}
             yield [
                 RunSpec(
@@ -99,7 +99,7 @@ def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
 
 
 def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[Run]:
-    """Make the runs that rows take, each once; those that an earlier call finished are read, not repeated."""
+    """Make the runs behind rows, each once; runs that an earlier call finished are read, not repeated."""
     if not rows:
         return []
     from tpl.bench.run import execute_together
@@ -111,11 +111,10 @@ def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[
     for row in rows:
         for specs in plan(row, settings):
             batches[tuple(settings.out / spec.directory_name() for spec in specs)] = specs
-    made = []
+    made: list[Run] = []
     for number, (places, specs) in enumerate(batches.items()):
         first = specs[0]
         label = RunLabel(f"{first.method} on {first.benchmark}, {first.encoder}", number, len(batches))
         results = execute_together(specs, places, True, labelled(listen, label))
-        for place, result in zip(places, results, strict=True):
-            made.append(Run(place, result.description, result.summary, result.matrices["cil"].tolist()))
+        made += [Run(place, result) for place, result in zip(places, results, strict=True)]
     return made

@@ -34,8 +34,7 @@ from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.paper import Row
-    from tpl.bench.paper.evidence import Group
-    from tpl.bench.paper.judge import Finding, Judgement
+    from tpl.bench.paper.judge import Finding, Group, Judgement
     from tpl.bench.reproduce import Settings
 
 COLOURS = {"reached": "green", "missed": "red", "no evidence": "yellow", "shown": "default"}
@@ -123,8 +122,7 @@ def reproduce(
 def _judge_folder(
     rows: Sequence[Row], folder: Path, options: dict[str, Any], orders: Sequence[str] | None, tolerance: float
 ) -> list[Judgement]:
-    from tpl.bench.paper.evidence import read_runs
-    from tpl.bench.paper.judge import judge
+    from tpl.bench.paper.judge import judge, read_runs
     from tpl.bench.reproduce import obstacle
 
     runs = read_runs(folder)

@@ -334,7 +334,7 @@ class SuiteView:
         """Print an event where it matters; the live table follows the states by itself."""
         if self.lines is not None:
             last = {"last": state.result.summary["last"]} if state.result else {}
-            self.lines.hear(event.kind, event.data | last, self.label(state))
+            self.lines.handle(event.kind, event.data | last, self.label(state))
             return
         text = ""
         if event.kind == "warning":  # on stderr: --json or not

@@ -1,17 +1,166 @@
-"""Judging rows of the paper by runs: paper, ours, difference, verdict."""
+"""Comparing rows of the paper with finished runs: which runs count, what they measured, and the verdict.
+
+Imports no torch: committed results are judged in a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpl.bench.paper import QUANTITIES, Printed, Row
-from tpl.bench.paper.evidence import JOINT, Group, Run, fits, groups
+from tpl.bench import metrics
+from tpl.bench.paper import QUANTITIES, Printed, Row, task_sizes
+from tpl.bench.results import RunResult
+from tpl.errors import TplError
 
+JOINT = "joint"  # the method behind the paper's Non-CL, the reference for forgetting
+SETTINGS = ("benchmark", "method", "options", "encoder", "precision")  # of run.json: what runs of a group share
+NEEDED = ("benchmark", "method", "options", "order", "seed", "classes", "encoder", "data")
 REACHED, MISSED, NO_EVIDENCE, SHOWN = "reached", "missed", "no evidence", "shown"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and its directory."""
+
+    place: Path
+    result: RunResult
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The content of run.json."""
+        return self.result.description
+
+    @property
+    def classes(self) -> tuple[tuple[str, ...], ...]:
+        """The class order itself: its name may differ between machines (a file's path)."""
+        return tuple(tuple(names) for names in self.description["classes"])
+
+    def settings(self) -> str:
+        """Everything that may change a number except class order and seed, as text to group by."""
+        return json.dumps({key: self.description.get(key) for key in SETTINGS}, sort_keys=True)
+
+    def number(self, quantity: str, joint: Sequence[Run] = ()) -> float | None:
+        """One of the paper's quantities, in the unit of runs; None if this run does not have it."""
+        if quantity.startswith("forgetting_"):
+            return self._forgetting(quantity, joint)
+        if quantity == "auroc":
+            value = (self.result.summary.get("detection") or {}).get("auroc_pooled")
+        else:
+            value = self.result.summary.get({"minutes": "seconds_per_task"}.get(quantity, quantity))
+        return None if value is None else float(value)
+
+    def _forgetting(self, quantity: str, joint: Sequence[Run]) -> float | None:
+        """Rectified forgetting relative to the joint runs over the same tasks and images, their mean if several."""
+        measure = {
+            "forgetting_last": metrics.rectified_forgetting_last,
+            "forgetting_aia": metrics.rectified_forgetting_aia,
+        }[quantity]
+        fitting = [j for j in joint if j.classes == self.classes and j.description["data"] == self.description["data"]]
+        found = [measure(self.result.matrices["cil"], other.result.matrices["cil"]) for other in fitting]
+        return float(np.mean(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in class order and seed only."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """run.json of the first run; the others differ in class order and seed only."""
+        return self.runs[0].description
+
+    def by_order(self) -> list[list[Run]]:
+        """The runs by class order."""
+        found: dict[Any, list[Run]] = {}
+        for run in self.runs:
+            found.setdefault(run.classes, []).append(run)
+        return list(found.values())
+
+    def orders(self) -> list[str]:
+        """The names of the class orders."""
+        return [runs[0].description["order"] for runs in self.by_order()]
+
+    def measure(self, quantity: str, joint: Sequence[Run] = ()) -> tuple[float, float | None] | None:
+        """Mean and standard deviation over class orders; seeds of one order are averaged first."""
+        values = []
+        for runs in self.by_order():
+            numbers = [run.number(quantity, joint) for run in runs]
+            if any(number is None for number in numbers):
+                return None
+            values.append(np.mean([number for number in numbers if number is not None]))
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """All finished runs in `folder` or below."""
+    if not folder.is_dir():
+        raise TplError(f"There is no folder {folder} to look for runs in.")
+    return [_read(file.parent) for file in sorted(folder.rglob("run.json")) if (file.parent / "results.json").is_file()]
+
+
+def fits(run: Run, row: Row, wanted: Mapping[str, Any], orders: Sequence[str] | None = None) -> bool:
+    """Whether a run can be compared with a row of one benchmark: the paper's protocol, on test images, complete.
+
+    `wanted` are options required in addition to the row's own, `orders` the class orders that count.
+    """
+    this = run.description
+    same = (this["benchmark"], this["method"], this["encoder"]["name"]) == (row.benchmark, row.method, row.encoder)
+    if not same or this.get("validation") is not None or this.get("held_out"):
+        return False
+    sizes = task_sizes(row.benchmark)
+    if [len(names) for names in this["classes"]] != sizes or len(run.result.matrices["cil"]) != len(sizes):
+        return False
+    if orders is not None and this["order"] not in orders:
+        return False
+    explicit = dict(row.options) | dict(wanted)
+    return all(
+        _plain(this["options"].get(name)) == _plain(value)
+        for name, value in (row.required() | explicit).items()
+        if name in this["options"] or name in explicit  # fine-tuning has no memory to compare
+    )
+
+
+def groups(runs: Iterable[Run]) -> list[Group]:
+    """Runs grouped by their settings; the group with the most class orders first, whatever its numbers are.
+
+    Among equals, the group whose directory has the shortest name: a variant's name says what is different about it.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.settings(), []).append(run)
+    made = [Group(tuple(entries)) for entries in found.values()]
+    return sorted(made, key=lambda g: (-len(g.by_order()), -len(g.runs), len(g.runs[0].place.name), g.runs[0].place))
+
+
+def _read(place: Path) -> Run:
+    try:
+        result = RunResult.read(place)
+        missing = [key for key in NEEDED if key not in result.description]
+        if missing:
+            raise ValueError(f"run.json lacks {', '.join(missing)}")
+        _ = result.description["encoder"]["name"], result.description["options"].items(), result.matrices["cil"]
+        return Run(place, result)
+    except (TplError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TplError(f"The run in {place} cannot be read ({error}); repair it or move it away.") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value typed on the command line as JSON has it: '5' is 5, 'none' is None."""
+    if not isinstance(value, str):
+        return value
+    text = {"none": "null"}.get(value.lower(), value.lower())
+    try:
+        return json.loads(text)
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True)
@@ -31,7 +180,7 @@ class Finding:
         return None if self.ours is None else self.ours - self.target
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content for JSON."""
         return {
             "quantity": self.quantity,
             "paper": self.paper.mean,
@@ -46,23 +195,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A row, what was found for it, and the runs behind that."""
+    """A row of the paper, the findings for it, and the runs behind them."""
 
     row: Row
     findings: tuple[Finding, ...]
-    used: tuple[Group, ...]  # one a benchmark, and the joint runs that forgetting is measured by
+    used: tuple[Group, ...]  # one a benchmark, and the joint runs that forgetting is relative to
     unused: tuple[Group, ...]  # fitting runs with other settings, which are not mixed in
-    orders: int  # class orders behind the numbers; the fewest of the five for an average
+    orders: int  # number of class orders behind the numbers; for an average, the smallest of the five
     reason: str | None = None  # why there is no evidence
 
     @property
     def verdict(self) -> str:
-        """Reached when every quantity is."""
+        """The worst verdict of all quantities."""
         verdicts = {finding.verdict for finding in self.findings}
         return next(v for v in (NO_EVIDENCE, MISSED, REACHED, SHOWN) if v in verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content for JSON."""
         row = self.row
         return {
             "row": row.name,
@@ -88,7 +237,7 @@ def judge(
     wanted: Mapping[str, Any] | None = None,
     orders: Sequence[str] | None = None,
 ) -> Judgement:
-    """Compare a row with the runs that fit it; `tolerance` in points, for noise between class orders."""
+    """Compare a row with the runs that fit it; `tolerance`, in points, allows for noise between class orders."""
     found, joint, unused = [], [], []
     for part in row.parts():
         candidates = groups(run for run in runs if fits(run, part, wanted or {}, orders))
@@ -110,9 +259,8 @@ def judge(
 def describe(group: Group) -> dict[str, Any]:
     """Settings, class orders, seeds, hashes, commit and device behind a group's numbers."""
     shared = group.description
-    keys = ("benchmark", "method", "options", "encoder", "precision")
     numbers = {key: group.measure(key) for key in ("last", "aia", "til")}
-    return {key: shared.get(key) for key in keys} | {
+    return {key: shared.get(key) for key in SETTINGS} | {
         "percent": {key: 100 * value[0] for key, value in numbers.items() if value is not None},
         "runs": [
             {
@@ -129,7 +277,7 @@ def describe(group: Group) -> dict[str, Any]:
 
 
 def _find(row: Row, key: str, found: Sequence[Group], joint: Sequence[Run], tolerance: float) -> Finding:
-    """An average is the mean over the benchmarks of their means."""
+    """The verdict on one quantity; an average row takes the mean over the benchmarks' means."""
     quantity, target = QUANTITIES[key], row.target(key)
     measured = [group.measure(key, joint) for group in found]
     numbers = [value for value in measured if value is not None]
@@ -140,7 +288,7 @@ def _find(row: Row, key: str, found: Sequence[Group], joint: Sequence[Run], tole
     spread = None if std is None else quantity.scale * std
     verdict = SHOWN
     if quantity.better:
-        # 1e-9: a difference that equals the tolerance in decimals is within it
+        # 1e-9: a difference equal to the tolerance in decimals counts as reached
         verdict = REACHED if quantity.better * (ours - target) >= -tolerance - 1e-9 else MISSED
     return Finding(key, row.values[key], target, ours, spread, verdict)
 
