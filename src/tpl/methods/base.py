@@ -195,6 +195,17 @@ class Method(ABC):
 
     # What every method gets
 
+    @property
+    def memory_budget(self) -> int:
+        """How many images the memory may keep."""
+        return getattr(self.config, "memory", 0)
+
+    def set_options(self, **changes: Any) -> None:
+        """Change options for the tasks to come; networks and masks stay as they are."""
+        self.config = self.config.replace(**changes)
+        if self.memory is not None and "memory" in changes:
+            self.memory.budget = self.memory_budget
+
     def answer(self, pixels: Tensor, want: Collection[str] = ()) -> Answers:
         """All that is said of uint8 images in the encoder's size; `want` names more than probabilities.
 
