@@ -21,7 +21,7 @@ from tpl.bench.evaluate import Evaluator
 from tpl.cli import app as commands
 from tpl.methods.bank.bank import CPUInference, QueryPart
 from tpl.methods.plus import TPLPlus
-from tpl.serve.served import Place, Question, Served
+from tpl.serve.model import ImageQuery, ModelSource, ServedModel
 from tpl.stream import ArrayImages, Stream
 
 OPTIONS: dict[str, Any] = {"latent": 16, "epochs": 6, "batch_size": 16, "lr": 0.05, "memory": 40, "width": 256}
@@ -88,9 +88,9 @@ def by_command(model: Path, place: Path) -> list[int | None]:
 
 
 def by_server(model: Path, place: Path) -> list[int | None]:
-    served = Served(Place(model, "cpu"))  # asks one image to warm up
+    served = ServedModel(ModelSource(model, "cpu"))  # asks one image to warm up
     pixels = served.learner.prepare(PROBE)
-    return [reply.to_dict()["passes"] for reply in served.ask([Question(each, 3) for each in pixels])]
+    return [reply.to_dict()["passes"] for reply in served.answer([ImageQuery(each, 3) for each in pixels])]
 
 
 def by_evaluation(model: Path, place: Path) -> list[int | None]:

@@ -15,9 +15,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tpl import Learner
-from tpl.serve.app import Settings, create_app
+from tpl.serve.app import create_app
+from tpl.serve.model import ModelSource
 from tpl.serve.security import Access
-from tpl.serve.served import Place
+from tpl.serve.server import Settings
 
 TOKEN = "a-token-for-the-tests"
 KEY = {"Authorization": f"Bearer {TOKEN}"}
@@ -76,7 +77,7 @@ def learner(learned: Path) -> Learner:
 @pytest.fixture(scope="session")
 def client(learned: Path) -> Iterator[TestClient]:
     """A client of a server that nobody changes."""
-    app = create_app(Place(learned, "cpu", epochs=1), Settings(Access(TOKEN, hosts=HOSTS)))
+    app = create_app(ModelSource(learned, "cpu", epochs=1), Settings(Access(TOKEN, hosts=HOSTS)))
     with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as opened:
         yield opened
 
@@ -90,7 +91,8 @@ def opened(model: Path) -> Iterator[Opener]:
     clients: list[TestClient] = []
 
     def open_client(access: Access | None = None, **settings: object) -> TestClient:
-        app = create_app(Place(model, "cpu", epochs=1), Settings(access or Access(TOKEN, hosts=HOSTS), **settings))  # type: ignore[arg-type]
+        chosen = Settings(access or Access(TOKEN, hosts=HOSTS), **settings)  # type: ignore[arg-type]
+        app = create_app(ModelSource(model, "cpu", epochs=1), chosen)
         client = TestClient(app, base_url=ADDRESS, raise_server_exceptions=False)
         client.__enter__()
         clients.append(client)

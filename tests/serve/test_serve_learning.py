@@ -17,11 +17,12 @@ from PIL import Image
 from conftest import ADDRESS, KEY, TOKEN, Opener, archive, classes, digit, workers
 from tpl import Learner
 from tpl.schedule import SMALL
-from tpl.serve.app import Settings, create_app
-from tpl.serve.limits import Limits
+from tpl.serve.app import create_app
+from tpl.serve.model import ModelSource
 from tpl.serve.security import Access
-from tpl.serve.served import Place
-from tpl.serve.worker import Order, carry_out
+from tpl.serve.server import Settings
+from tpl.serve.uploads import Limits
+from tpl.serve.worker import JobSpec, learn_task
 from tpl.store import ModelStore
 
 PATIENCE = 120.0
@@ -103,7 +104,7 @@ def test_a_task_is_learned_while_predictions_go_on_and_a_bad_one_changes_nothing
     failed = finished(client, bad["id"])
     assert failed["state"] == "failed"
     assert failed["message"].startswith("No image of 6 can be read: 6/broken.png")
-    assert failed["message"].endswith("The model is as it was.")
+    assert failed["message"].endswith("The model is unchanged.")
     assert content(model) == after
     spool: Path = client.app.state.server.spool  # type: ignore[attr-defined]
     assert list(spool.iterdir()) == []
@@ -141,7 +142,7 @@ def test_a_directory_that_somebody_else_writes_is_not_touched(opened: Opener, mo
 
 
 def test_what_somebody_else_has_committed_is_served(opened: Opener, model: Path) -> None:
-    client = opened(watch=0.1)
+    client = opened(poll_seconds=0.1)
     with Learner.changing(model, device="cpu") as learner:
         learner.rename("3", "three")
     wait(lambda: client.get("/model").json()["classes"] == ["0", "1", "2", "three"])
@@ -150,7 +151,7 @@ def test_what_somebody_else_has_committed_is_served(opened: Opener, model: Path)
 def test_a_damaged_model_does_not_replace_the_good_one(
     opened: Opener, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = opened(watch=0.1)
+    client = opened(poll_seconds=0.1)
     header = model / "model.json"
     header.rename(model / "kept.json")
     header.write_text("{ no model", encoding="utf-8")
@@ -168,7 +169,7 @@ def test_a_full_queue_is_told(opened: Opener) -> None:
 
 def test_a_model_that_knows_nothing_yet_is_served(tmp_path: Path) -> None:
     Learner(latent=8, epochs=1, device="cpu").save(tmp_path / "model")
-    app = create_app(Place(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
+    app = create_app(ModelSource(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
     with TestClient(app, base_url=ADDRESS) as client:
         assert client.get("/model").json()["classes"] == []
         response = client.post("/predict", files={"files": ("0.png", digit(0, 0))})
@@ -180,7 +181,7 @@ def test_a_method_that_would_forget_is_not_taught(tmp_path: Path) -> None:
     learner = Learner("joint", latent=8, epochs=1, device="cpu")
     learner.learn([Image.open(io.BytesIO(digit(c, i))) for c in (0, 1) for i in range(3)], list("000111"))
     learner.save(tmp_path / "model")
-    app = create_app(Place(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
+    app = create_app(ModelSource(tmp_path / "model", "cpu", epochs=1), Settings(Access(TOKEN)))
     with TestClient(app, base_url=ADDRESS) as client:
         response = send(client, classes(7))
         assert response.status_code == 409 and "needs all images at once" in response.json()["error"]
@@ -194,6 +195,8 @@ def test_a_small_task_gets_as_many_epochs_as_tpl_learn_gives_it(model: Path, tmp
     file = tmp_path / "new.zip"
     file.write_bytes(archive({f"7/{i}.png": digit(7, i) for i in range(5)}))
     told: list[dict[str, Any]] = []
-    carry_out(Order(str(model), str(file), "new.zip", "seven", "cpu", pixels=10**6), lambda **news: told.append(news))
+    learn_task(
+        JobSpec(str(model), str(file), "new.zip", "seven", "cpu", pixels=10**6), lambda **news: told.append(news)
+    )
     assert told[-1]["done"]["classes"] == ("7",)
     assert Learner.load(model, device="cpu").method.config.epochs == SMALL.epochs(4, batch_size=8) == 40

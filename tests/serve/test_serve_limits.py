@@ -17,8 +17,8 @@ from PIL import Image
 
 from conftest import KEY, TOKEN, Opener, archive, classes, digit
 from tpl.serve.errors import Refusal
-from tpl.serve.limits import Limits, check_archive, check_images
-from tpl.serve.security import Access, Gate
+from tpl.serve.security import Access, AccessMiddleware
+from tpl.serve.uploads import Limits, check_archive, check_images
 from tpl.stream import UnreadableImage
 
 
@@ -33,7 +33,7 @@ def learn(client: TestClient, content: bytes, **fields: str) -> Any:
 def test_a_request_that_is_too_large_is_refused(opened: Opener) -> None:
     client = opened(limits=Limits(upload=2000))
     response = predict(client, b"x" * 3000)
-    assert response.status_code == 413 and "the most this server takes" in response.json()["error"]
+    assert response.status_code == 413 and "this server's limit" in response.json()["error"]
     parts: Iterator[bytes] = (b"x" * 500 for _ in range(6))  # without a length: it is counted as it comes
     kind = {"content-type": "multipart/form-data; boundary=b"}
     head = b'--b\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n'
@@ -79,10 +79,10 @@ def test_a_body_that_stops_coming_is_given_up() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(reading, Access(TOKEN), Limits(body_seconds=0.02))
+    gate = AccessMiddleware(reading, Access(TOKEN), Limits(body_seconds=0.02))
     asyncio.run(gate({"type": "http", "method": "POST", "path": "/predict", "headers": []}, silence, send))
     assert sent[0]["status"] == 408
-    assert gate.inside == 0
+    assert gate.active == 0
 
 
 def written(path: Path, *members: tuple[zipfile.ZipInfo | str, bytes]) -> Path:

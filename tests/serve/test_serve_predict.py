@@ -18,10 +18,8 @@ from PIL import Image
 from conftest import KEY, digit
 from tpl import Learner
 from tpl.cli import app as commands
-from tpl.serve.batching import Batcher
-from tpl.serve.limits import Limits
-from tpl.serve.served import Place, Question, Served
-from tpl.serve.uploads import prepare
+from tpl.serve.model import Batcher, ImageQuery, ModelSource, ServedModel
+from tpl.serve.uploads import Limits, prepare
 
 PICTURES = [digit(c, 20 + c) for c in range(4)]
 
@@ -156,16 +154,16 @@ def test_the_description_for_programs_names_every_route(client: TestClient) -> N
 
 
 def test_concurrent_questions_share_a_pass_and_get_the_answers_they_would_get_alone(learned: Path) -> None:
-    served = Served(Place(learned, "cpu"))
+    served = ServedModel(ModelSource(learned, "cpu"))
     pixels = [prepare(served.learner, io.BytesIO(digit(i % 4, 30 + i)), "digit", Limits()) for i in range(11)]
-    alone = [served.ask([Question(each, 4)])[0] for each in pixels]
+    alone = [served.answer([ImageQuery(each, 4)])[0] for each in pixels]
     sizes: list[int] = []
 
     async def together() -> list[Any]:
-        batcher = Batcher(largest=8, window=0.05, told=sizes.append)
+        batcher = Batcher(max_batch=8, wait_seconds=0.05, on_batch=sizes.append)
         batcher.start()
         try:
-            return await asyncio.gather(*(batcher.ask(served, Question(each, 4)) for each in pixels))
+            return await asyncio.gather(*(batcher.answer(served, ImageQuery(each, 4)) for each in pixels))
         finally:
             await batcher.stop()
 
@@ -176,19 +174,19 @@ def test_concurrent_questions_share_a_pass_and_get_the_answers_they_would_get_al
 
 
 def test_a_question_that_fails_leaves_the_next_one_alone(learned: Path) -> None:
-    served = Served(Place(learned, "cpu"))
-    good = Question(prepare(served.learner, io.BytesIO(PICTURES[1]), "digit", Limits()), 1)
-    bad = Question(torch.zeros(3, 7, 7, dtype=torch.uint8), 1)  # no size the encoder takes
+    served = ServedModel(ModelSource(learned, "cpu"))
+    good = ImageQuery(prepare(served.learner, io.BytesIO(PICTURES[1]), "digit", Limits()), 1)
+    bad = ImageQuery(torch.zeros(3, 7, 7, dtype=torch.uint8), 1)  # no size the encoder takes
 
     async def ask() -> tuple[Any, Any]:
-        batcher = Batcher(window=0)
+        batcher = Batcher(wait_seconds=0)
         batcher.start()
         try:
-            (first,) = await asyncio.gather(batcher.ask(served, bad), return_exceptions=True)
-            return first, await batcher.ask(served, good)
+            (first,) = await asyncio.gather(batcher.answer(served, bad), return_exceptions=True)
+            return first, await batcher.answer(served, good)
         finally:
             await batcher.stop()
 
     failed, reply = asyncio.run(ask())
     assert isinstance(failed, Exception)
-    assert reply.answer == served.ask([good])[0].answer
+    assert reply.answer == served.answer([good])[0].answer

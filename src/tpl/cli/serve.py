@@ -60,12 +60,12 @@ def serve(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise TplError(f"`tpl serve` needs {', '.join(missing)}; install with: pip install 'tpl-cil[serve]'")
-    from tpl.serve.app import Settings
-    from tpl.serve.limits import MIB, Limits
-    from tpl.serve.run import address_of, bind
-    from tpl.serve.run import serve as run_server
+    from tpl.serve.app import address_of, bind
+    from tpl.serve.app import serve as run_server
+    from tpl.serve.model import ModelSource
     from tpl.serve.security import Access, find_token, is_loopback
-    from tpl.serve.served import Place
+    from tpl.serve.server import Settings
+    from tpl.serve.uploads import MIB, Limits
 
     open_to_others = not is_loopback(host)
     token, is_new = find_token(token_file)
@@ -91,4 +91,4 @@ def serve(
                 err.print("The connection is not encrypted: put a proxy with TLS in front where others can listen.")
             out.print("Ctrl-C stops it.", highlight=False)
 
-        run_server(Place(model, device, precision, weights, epochs), settings, listening, announce)
+        run_server(ModelSource(model, device, precision, weights, epochs), settings, listening, announce)

@@ -46,7 +46,7 @@ def paper_values(group: Group) -> dict[str, PaperValue]:
 
 
 def _evidence(run: FoundRun) -> Run:
-    return Run(run.folder, run.description, run.result.summary, run.result.matrices["cil"].tolist())
+    return Run(run.folder, run.result)
 
 
 def paper_of(experiment: Experiment) -> dict[str, dict[str, PaperValue]]:

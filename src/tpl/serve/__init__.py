@@ -1,5 +1,5 @@
-"""The server: one model behind HTTP, which answers while it learns.
+"""The HTTP server: one model that answers queries while it learns new tasks.
 
-app.py ties the parts together: security.py says who may ask, limits.py how much, batching.py lets requests share
-a forward pass, jobs.py and worker.py learn new tasks in a process of their own, served.py holds the model.
+app.py has the routes, server.py the parts they share, model.py the model and its batched queries, jobs.py the tasks to
+learn and worker.py the process that learns them, security.py access, uploads.py files and their limits.
 """

@@ -1,4 +1,4 @@
-"""New tasks, learned one after the other beside the predictions."""
+"""Jobs: new tasks, learned one after the other in a process of their own while predictions go on."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from tpl.serve.errors import Refusal, log
-from tpl.serve.limits import Limits
-from tpl.serve.served import Place
-from tpl.serve.worker import Order
+from tpl.serve.model import ModelSource
+from tpl.serve.uploads import Limits
+from tpl.serve.worker import JobSpec
 
 QUEUED, LEARNING, DONE, FAILED = "queued", "learning", "done", "failed"
 STATES = (QUEUED, LEARNING, DONE, FAILED)
-REMEMBERED = 200  # finished jobs, so that a server that runs for years does not grow
-AS_IT_WAS = "The model is as it was."
-LONGEST_REPORT = 1 << 20
+MAX_ENDED = 200  # ended jobs that are kept, so that the list does not grow for ever
+MAX_LINE = 1 << 20  # bytes of one report from the worker
+UNCHANGED = "The model is unchanged."
+
+
+def new_id() -> str:
+    """A random id for a job."""
+    return secrets.token_hex(8)
 
 
 @dataclass
 class Job:
-    """One task on its way into the model."""
+    """One task to learn, and how far it has come."""
 
+    id: str
     archive: Path
-    title: str
+    title: str  # the file's name as the client gave it
     name: str
-    classes: tuple[str, ...] = ()
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    classes: tuple[str, ...]
     state: str = QUEUED
     progress: float = 0.0
     message: str = "waiting for its turn"
@@ -42,21 +47,40 @@ class Job:
     task: dict[str, Any] | None = None
 
     @property
-    def over(self) -> bool:
-        """Whether it will not change any more."""
+    def ended(self) -> bool:
+        """Whether it is done or has failed."""
         return self.state in (DONE, FAILED)
 
+    def start(self) -> None:
+        """The worker starts."""
+        self.state, self.message = LEARNING, "starting"
+
+    def update(self, report: dict[str, Any]) -> None:
+        """Take over progress, message and warning from a report of the worker."""
+        self.progress, self.message = report.get("progress", self.progress), report.get("message", self.message)
+        self.warnings += [report["warning"]] if "warning" in report else []
+
+    def finish(self, task: dict[str, Any], message: str) -> None:
+        """The task is learned; `task` describes it."""
+        self.task, self.message = task | {"source": self.title}, message
+        self.state, self.progress, self.finished = DONE, 1.0, time.time()
+
+    def fail(self, message: str) -> None:
+        """The task is not learned."""
+        self.state, self.message, self.finished = FAILED, f"{message} {UNCHANGED}", time.time()
+        log.warning("task %s: %s", self.id, self.message)
+
     def to_dict(self) -> dict[str, Any]:
-        """What GET /tasks/{id} says."""
+        """The content of GET /tasks/{id}."""
         shown = ("id", "name", "classes", "state", "progress", "message", "warnings", "created", "finished", "task")
         return {key: getattr(self, key) for key in shown}
 
 
-class Jobs:
-    """The queue, and the one process that learns."""
+class JobQueue:
+    """The queue of jobs, and the one worker process."""
 
-    def __init__(self, place: Place, limits: Limits, swap: Callable[[], Awaitable[None]]) -> None:
-        self.place, self.limits, self.swap = place, limits, swap
+    def __init__(self, source: ModelSource, limits: Limits, reload: Callable[[], Awaitable[None]]) -> None:
+        self.source, self.limits, self.reload = source, limits, reload
         self._jobs: dict[str, Job] = {}
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -66,39 +90,39 @@ class Jobs:
         self._task = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """Give up the task in hand: nothing of it is in the model."""
+        """Cancel the current job: nothing of it is in the model."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def find(self, id: str) -> Job:
-        """A job by its number."""
+        """A job by its id."""
         if id not in self._jobs:
-            raise Refusal(404, f"There is no task {id!r}; it may be long over, or of an earlier server.")
+            raise Refusal(404, f"There is no task {id!r}; it may have ended long ago, or belong to an earlier server.")
         return self._jobs[id]
 
     def all(self) -> list[Job]:
-        """The jobs that are remembered, oldest first."""
+        """All jobs that are kept, oldest first."""
         return list(self._jobs.values())
 
     def names(self) -> set[str]:
-        """What the tasks under way are called."""
-        return {job.name for job in self.all() if not job.over}
+        """The names of tasks that are waiting or being learned."""
+        return {job.name for job in self.all() if not job.ended}
 
     def check_room(self) -> None:
-        """Refuse one more task where too many wait."""
-        if sum(not job.over for job in self.all()) > self.limits.queue:
+        """Refuse another task if too many are waiting."""
+        if sum(not job.ended for job in self.all()) > self.limits.queue:
             raise Refusal(429, "Too many tasks are waiting to be learned; try again later.", Retry_After="60")
 
     def submit(self, job: Job) -> None:
-        """Put a task in the queue. Its classes must not be under way already."""
+        """Put a job in the queue; its classes and name must not be those of a job that has not ended."""
         self.check_room()
-        expected = {name for other in self.all() if not other.over for name in other.classes}
+        expected = {name for other in self.all() if not other.ended for name in other.classes}
         if twice := sorted(expected & set(job.classes)):
             raise Refusal(409, f"Already being learned: {', '.join(twice)}.")
         if job.name in self.names():
             raise Refusal(409, f"A task {job.name!r} is being learned already; choose another name.")
-        for old in [other for other in self.all() if other.over][:-REMEMBERED]:
+        for old in [other for other in self.all() if other.ended][:-MAX_ENDED]:
             del self._jobs[old.id]
         self._jobs[job.id] = job
         self._queue.put_nowait(job)
@@ -107,76 +131,60 @@ class Jobs:
         while True:
             job = await self._queue.get()
             try:
-                job.state, job.message = LEARNING, "starting"
+                job.start()
                 await self._learn(job)
             except asyncio.CancelledError:
-                self._fail(job, f"The server was stopped. {AS_IT_WAS}")
+                job.fail("The server was stopped.")
                 raise
             except Exception as error:
                 log.error("task %s failed", job.id, exc_info=error)
-                self._fail(job, f"Something went wrong in the server; its log says what. {AS_IT_WAS}")
+                job.fail("Something went wrong in the server; its log says what.")
             finally:
                 job.archive.unlink(missing_ok=True)
 
     async def _learn(self, job: Job) -> None:
-        place = self.place
-        order = Order(
-            str(place.path.resolve()),
+        source = self.source
+        spec = JobSpec(
+            str(source.path.resolve()),
             str(job.archive),
             job.title,
             job.name,
-            place.device,
-            place.precision,
-            str(place.weights.resolve()) if place.weights else None,
+            source.device,
+            source.precision,
+            str(source.weights.resolve()) if source.weights else None,
             self.limits.pixels,
-            place.epochs,
+            source.epochs,
         )
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-P",
-                "-m",
-                "tpl.serve.worker",
-            ),  # -P: nothing in the current folder is taken for a module
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LONGEST_REPORT,
-        )
+        command = sys.executable, "-P", "-m", "tpl.serve.worker"  # -P: no module is imported from the current folder
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=MAX_LINE)
         assert process.stdin is not None and process.stdout is not None
-        verdict: dict[str, Any] = {}
+        reports: dict[str, Any] = {}
         try:
-            process.stdin.write(order.to_json().encode())  # stays open: its end tells the process to end
+            process.stdin.write(spec.to_json().encode())  # stays open: the worker ends when it is closed
             async for line in process.stdout:
-                verdict |= self._note(job, json.loads(line))
+                report = json.loads(line)
+                job.update(report)
+                reports |= report
             await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        if "done" in verdict:
-            job.message = await self._exchange(job)
-            job.task = verdict["done"] | {"source": job.title}
-            job.state, job.progress, job.finished = DONE, 1.0, time.time()
-        elif "failed" in verdict:
-            self._fail(job, f"{verdict['failed']} {AS_IT_WAS}")
+        if "done" in reports:
+            message = await self._serve(job)
+            job.finish(reports["done"], message)
+        elif "failed" in reports:
+            job.fail(reports["failed"])
         else:
             hint = " (it may have run out of memory)" if process.returncode == -9 else ""
-            self._fail(job, f"Learning ended with exit code {process.returncode}{hint}; see the log. {AS_IT_WAS}")
+            job.fail(f"Learning ended with exit code {process.returncode}{hint}; see the log.")
 
-    async def _exchange(self, job: Job) -> str:
-        """Serve what was learned, and say so."""
+    async def _serve(self, job: Job) -> str:
+        """Serve the new model; returns the job's message."""
         try:
-            await self.swap()
-        except Exception as error:  # committed all the same: the server looks for it again and again
+            await self.reload()
+        except Exception as error:  # the task is committed; the server goes on trying to load it
             log.error("task %s is learned, but cannot be loaded", job.id, exc_info=error)
             return "learned, but not served yet: the server cannot load the model; its log says why"
         return "learned"
-
-    def _note(self, job: Job, report: dict[str, Any]) -> dict[str, Any]:
-        job.progress, job.message = report.get("progress", job.progress), report.get("message", job.message)
-        job.warnings += [report["warning"]] if "warning" in report else []
-        return report
-
-    def _fail(self, job: Job, message: str) -> None:
-        job.state, job.message, job.finished = FAILED, message, time.time()
-        log.warning("task %s: %s", job.id, message)

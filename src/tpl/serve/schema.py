@@ -1,4 +1,4 @@
-"""The shapes of answers, for the OpenAPI description alone: what is sent is built by the parts themselves."""
+"""The shapes of answers, only for the OpenAPI description: the answers are built without them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class TaskProbability(_Shape):
 
 
 class StoredExample(_Shape):
-    """A stored image, near as the predicted task's model sees it."""
+    """A stored image that is near in the features of the predicted task's model."""
 
     class_: str = Field(alias="class")
     distance: float
-    picture: str = Field(description="a data: address of a small PNG")
+    picture: str = Field(description="a data: URL of a small PNG")
 
 
 class Answer(_Shape):
-    """What the model says of one file. A file that cannot be read has `path` and `error` alone."""
+    """The answer for one file. A file that cannot be read has only `path` and `error`."""
 
-    path: str = Field(description="the file's name as it was sent")
+    path: str = Field(description="the file's name")
     class_: str | None = Field(None, alias="class", description="the most probable class")
     probability: float | None = None
-    task: str | None = Field(None, description="the task that brought the class")
-    unknown: float | None = Field(None, description="0 to 1; at 0.95, 5 % of known images are as strange as this")
-    passes: int | None = Field(None, description="task models asked, for methods that have any")
+    task: str | None = Field(None, description="the task of the class")
+    unknown: float | None = Field(None, description="0 to 1; only 5 % of images of known classes reach 0.95")
+    passes: int | None = Field(None, description="task models evaluated, for methods that have any")
     top: list[ClassProbability] | None = None
     tasks: list[TaskProbability] | None = Field(None, description="with tasks=true")
     examples: list[StoredExample] | None = Field(None, description="with examples=N")
@@ -55,13 +55,13 @@ class Answer(_Shape):
 
 
 class Answers(_Shape):
-    """One answer a file, in the order of the files."""
+    """One answer for each file, in their order."""
 
     answers: list[Answer]
 
 
 class Job(_Shape):
-    """A task on its way into the model."""
+    """A task to learn, and how far it has come."""
 
     id: str
     name: str
@@ -76,13 +76,13 @@ class Job(_Shape):
 
 
 class JobList(_Shape):
-    """The tasks this server has been sent."""
+    """The tasks sent to this server."""
 
     tasks: list[Job]
 
 
 class Encoder(_Shape):
-    """The frozen network under the model."""
+    """The frozen encoder of the model."""
 
     name: str
     sha256: str
@@ -90,7 +90,7 @@ class Encoder(_Shape):
 
 
 class Sizes(_Shape):
-    """How large the model is."""
+    """Sizes of the model."""
 
     parameters: int
     directory_bytes: int
@@ -99,7 +99,7 @@ class Sizes(_Shape):
 
 
 class Model(_Shape):
-    """The model that answers now."""
+    """The current model."""
 
     method: str
     commits: int
@@ -108,14 +108,14 @@ class Model(_Shape):
     encoder: Encoder
     sizes: Sizes
     capacity: dict[str, float] | None
-    rejection_floor: float = Field(description="of known images, the least that can be told to be unknown")
+    rejection_floor: float = Field(description="the smallest share of known images that can be rejected as unknown")
     device: str
     read_only: bool
-    pictures: dict[str, str] | None = Field(None, description="with pictures=true: one stored image a class")
+    pictures: dict[str, str] | None = Field(None, description="with pictures=true: one stored image of each class")
 
 
 class Health(_Shape):
-    """That the server is up, and what it is doing."""
+    """State of the server."""
 
     status: Literal["ok"]
     version: str
@@ -136,16 +136,16 @@ REASONS = {
     401: "The token is missing or wrong.",
     403: "The server is read-only.",
     404: "There is no such task.",
-    409: "The model's classes or tasks are in the way.",
+    409: "It conflicts with the model's classes or tasks.",
     413: "Over one of the server's limits.",
-    415: "No multipart form.",
-    422: "What was sent cannot be used.",
+    415: "Not a multipart form.",
+    422: "The content cannot be used.",
     429: "Too many tasks wait already.",
     503: "Too many requests at the same time.",
 }
 
 
 def answers(status: int, shape: type[BaseModel], *errors: int) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route: the good one, and the errors with their reasons."""
-    good: dict[int | str, dict[str, Any]] = {status: {"model": shape}}
-    return good | {code: {"model": Error, "description": REASONS[code]} for code in errors}
+    """The responses of a route: the successful one, and the errors with their reasons."""
+    success: dict[int | str, dict[str, Any]] = {status: {"model": shape}}
+    return success | {code: {"model": Error, "description": REASONS[code]} for code in errors}

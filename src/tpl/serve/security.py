@@ -1,27 +1,32 @@
-"""Who may ask: tokens, hosts, and what every answer tells a browser not to do."""
+"""Access: tokens, host names, limits of requests, and what browsers are told not to do."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
+from fastapi.responses import HTMLResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpl.errors import TplError
 from tpl.serve.errors import Refusal
-from tpl.serve.limits import MIB, Limits
+from tpl.serve.uploads import MIB, Limits
 
-SHORTEST_TOKEN = 16
-READING = ("GET", "HEAD", "OPTIONS")
-# Pages without a word about the model: a browser cannot send a token before it has them.
+MIN_TOKEN = 16
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+# These pages contain nothing about the model: a browser can send a token only after it has loaded one of them.
 PAGES = ("/", "/docs")
-ASKING = ("/predict",)  # the one thing that is sent but changes nothing
+PREDICT = "/predict"  # the only POST that changes nothing
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -34,7 +39,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """The token, and what it is asked for. `hosts` are the names a browser may use; empty: any."""
+    """The token, whether every request needs it, and the host names that a browser may use (empty: any)."""
 
     token: str
     everything: bool = False
@@ -42,11 +47,11 @@ class Access:
 
     def needs_token(self, method: str, path: str) -> bool:
         """Whether a request must carry the token."""
-        if method in READING and path in PAGES:
+        if method in SAFE_METHODS and path in PAGES:
             return False
         if self.everything:
             return True
-        return method not in READING and path.rstrip("/") not in ASKING
+        return method not in SAFE_METHODS and path.rstrip("/") != PREDICT
 
     def accepts(self, headers: Headers) -> bool:
         """Whether the request carries the token, compared in constant time."""
@@ -56,7 +61,7 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Whether an address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -79,23 +84,26 @@ def find_token(file: Path | None) -> tuple[str, bool]:
 
 
 def _checked(token: str, where: str) -> str:
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise TplError(
-            f"{where} must have at least {SHORTEST_TOKEN} letters, digits or signs in one line; make one with: "
+            f"{where} must have at least {MIN_TOKEN} letters, digits or signs in one line; make one with: "
             "openssl rand -hex 32"
         )
     return token
 
 
-class Gate:
-    """The outermost layer: refuses what may not enter before a byte of its body is read."""
+class AccessMiddleware:
+    """Refuses requests without access before a byte of their body is read, and adds the security headers.
+
+    starlette's own middleware for hosts and body sizes is not used: it answers in plain text, with other statuses.
+    """
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits) -> None:
         self.app, self.access, self.limits = app, access, limits
-        self.inside = 0
+        self.active = 0  # requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it here."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -112,17 +120,17 @@ class Gate:
         except Refusal as refusal:
             await refusal.response()(scope, receive, send_safely)
             return
-        self.inside += 1
+        self.active += 1
         try:
-            await self.app(scope, self._counted(receive), send_safely)
+            await self.app(scope, self._limited(receive), send_safely)
         finally:
-            self.inside -= 1
+            self.active -= 1
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = _host_name(headers.get("host", ""))
         if self.access.hosts and host not in self.access.hosts:
-            # A web page whose name was pointed at this machine would otherwise read answers (DNS rebinding).
+            # Otherwise a web page whose name resolves to this machine could read answers (DNS rebinding).
             raise Refusal(421, f"This server does not answer for the host {host!r}; open it by its address.")
         if self.access.needs_token(scope["method"], scope["path"]) and not self.access.accepts(headers):
             raise Refusal(
@@ -132,34 +140,34 @@ class Gate:
             )
         length = headers.get("content-length", "0")
         if not length.isdigit():
-            raise Refusal(400, "The Content-Length header is no number.")
+            raise Refusal(400, "The Content-Length header is not a number.")
         if int(length) > self.limits.upload:
             raise self._too_large()
-        if self.inside >= self.limits.requests:
+        if self.active >= self.limits.requests:
             raise Refusal(503, "Too many requests at the same time; try again.", Retry_After="1")
 
-    def _counted(self, receive: Receive) -> Receive:
-        """The body, cut off where it gets too long or stops coming."""
+    def _limited(self, receive: Receive) -> Receive:
+        """The request's body, with an error when it gets too long or stalls."""
         total, complete = 0, False
 
-        async def counted() -> Message:
+        async def receive_limited() -> Message:
             nonlocal total, complete
-            if complete:  # what comes now is the client's leaving, which may take any time
+            if complete:  # the next message is the client's disconnect, at any time
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), self.limits.body_seconds)
             except TimeoutError:
-                raise Refusal(408, "The request's body stopped coming; send it again.") from None
+                raise Refusal(408, "The request's body was not sent completely; send it again.") from None
             complete = not message.get("more_body", False)
             total += len(message.get("body", b""))
             if total > self.limits.upload:
                 raise self._too_large()
             return message
 
-        return counted
+        return receive_limited
 
     def _too_large(self) -> Refusal:
-        return Refusal(413, f"The request is larger than {self.limits.upload // MIB} MiB, the most this server takes.")
+        return Refusal(413, f"The request is larger than {self.limits.upload // MIB} MiB, this server's limit.")
 
 
 def _host_name(host: str) -> str:
@@ -167,3 +175,26 @@ def _host_name(host: str) -> str:
     if host.startswith("["):
         return host.partition("]")[0].lstrip("[").lower()
     return host.partition(":")[0].lower()
+
+
+def page(name: str) -> HTMLResponse:
+    """One of the package's pages; its own script and style are allowed by their hashes, nothing from other hosts."""
+    text = files("tpl.serve").joinpath(name).read_text(encoding="utf-8")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hashes(text, 'script')}",
+            f"style-src {_hashes(text, 'style')}",
+            "img-src 'self' data: blob:",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
+
+def _hashes(text: str, tag: str) -> str:
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in found)

@@ -1,9 +1,15 @@
-"""Files as they arrive in a request: read, checked, and made ready for the encoder."""
+"""Uploaded files: how much a request may send, checked before memory or time is spent on it, and decoding."""
 
 from __future__ import annotations
 
 import io
-from typing import BinaryIO
+import stat
+import zipfile
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from fastapi import Request, UploadFile
@@ -16,19 +22,124 @@ from torch import Tensor
 
 from tpl.learner import Learner
 from tpl.serve.errors import Refusal
-from tpl.serve.limits import MIB, Limits, check_pixels
-from tpl.stream import ImageSet, UnreadableImage, decode
+from tpl.stream import ImageSet, UnreadableImage, decode, is_image_name
+from tpl.stream.decoding import FORMATS
 
-FIELDS = 16
-LONGEST_NAME = 255
+MIB = 1 << 20
+MAX_FIELDS, MAX_FILE_NAME = 16, 255
+# One entry of a zip's directory has 46 bytes and a name; a larger average is an attack.
+MAX_ENTRY_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request; those of zips hold for the images of a new task."""
+
+    upload: int = 256 * MIB  # bytes of a request's body
+    image: int = 64 * MIB  # bytes of one image file
+    pixels: int = 50_000_000  # of one image
+    files: int = 64  # in one request
+    zip_bytes: int = 4096 * MIB  # all members together, expanded
+    zip_ratio: float = 200.0  # expanded to compressed, the whole archive; images hardly compress at all
+    zip_members: int = 100_000
+    requests: int = 256  # at the same time
+    queue: int = 8  # tasks that wait to be learned
+    body_seconds: float = 60.0  # without a byte of the body
+
+
+def check_pixels(stream: IO[bytes], name: str, limits: Limits) -> None:
+    """Refuse an image with too many pixels by its header; a file that is no image is left to the decoder."""
+    try:
+        with Image.open(stream, formats=_formats()) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        width = height = limits.pixels
+    except Exception:
+        return
+    if width * height > limits.pixels:
+        raise UnreadableImage(
+            f"{name} has more than {limits.pixels / 1e6:g} million pixels, the most this server takes: "
+            "make it smaller first."
+        )
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    # A Pillow built without some library lacks the decoder, and requesting that format is an error.
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def check_archive(path: Path, limits: Limits) -> None:
+    """Refuse a file that is no zip, a zip that is too large once expanded, and one with names outside of it."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(_Bounded(file, limits)) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError, ValueError) as error:
+        raise Refusal(422, f"The upload cannot be opened as a zip archive ({error}).") from error
+    if len(members) > limits.zip_members:
+        raise _too_many(limits)
+    expanded = sum(member.file_size for member in members)
+    if expanded > limits.zip_bytes:
+        raise Refusal(413, f"The zip expands to more than {limits.zip_bytes // MIB} MiB; send it in parts.")
+    if expanded > limits.zip_ratio * max(path.stat().st_size, 1):
+        raise Refusal(413, f"The zip expands to more than {limits.zip_ratio:g} times its size; images do not.")
+    for member in members:
+        _check_member(member, limits)
+
+
+def check_images(path: Path, limits: Limits) -> None:
+    """Refuse images with too many pixels inside a zip, by their headers alone."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if not is_image_name(member.filename) or member.is_dir():
+                continue
+            with suppress(
+                zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError
+            ):  # reported when they are read
+                stream = archive.open(member)
+                check_pixels(stream, member.filename, limits)
+
+
+def _check_member(member: zipfile.ZipInfo, limits: Limits) -> None:
+    name = member.filename
+    parts = member.orig_filename.replace("\\", "/").split("/")
+    if parts[0] == "" or ":" in parts[0] or ".." in parts or "\0" in member.orig_filename:
+        raise Refusal(422, f"The zip has a member outside of it ({name!r}); use relative names without '..'.")
+    mode = member.external_attr >> 16
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise Refusal(422, f"The zip has a link or device in it ({name!r}); send the image files themselves.")
+    if member.flag_bits & 1:
+        raise Refusal(422, f"The zip is encrypted ({name!r}); send it without a password.")
+    if is_image_name(name) and member.file_size > limits.image:
+        raise Refusal(413, f"{name} in the zip is larger than {limits.image // MIB} MiB.")
+
+
+def _too_many(limits: Limits) -> Refusal:
+    return Refusal(413, f"The zip has more than {limits.zip_members} members; send it in parts.")
+
+
+class _Bounded:
+    """A file that limits the size of one read: zipfile reads a zip's whole directory before it can be counted."""
+
+    def __init__(self, file: IO[bytes], limits: Limits) -> None:
+        self._file, self._limits = file, limits
+
+    def read(self, size: int = -1) -> bytes:
+        if size > max(self._limits.zip_members * MAX_ENTRY_BYTES, MIB):
+            raise _too_many(self._limits)
+        return self._file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 async def read_form(request: Request, files: int) -> FormData:
-    """A multipart form with at most so many files."""
+    """Read a multipart form with at most `files` files."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Refusal(415, "Send the files as multipart/form-data, e.g. with: curl -F files=@IMAGE")
     try:
-        return await request.form(max_files=files, max_fields=FIELDS)
+        return await request.form(max_files=files, max_fields=MAX_FIELDS)
     except HTTPException as error:
         if "Too many files" in str(error.detail):
             raise Refusal(413, f"At most {files} files a request; send them in several.") from error
@@ -36,18 +147,18 @@ async def read_form(request: Request, files: int) -> FormData:
 
 
 def files_of(form: FormData) -> list[UploadFile]:
-    """All files of a form, whatever its fields are called."""
+    """All files of a form, of whatever field."""
     return [value for _, value in form.multi_items() if isinstance(value, Uploaded)]  # type: ignore[misc]
 
 
 def shown_name(upload: Uploaded) -> str:
-    """The name a client gave its file, fit for one line."""
+    """The file's name as the client gave it, without unprintable characters and not too long."""
     name = "".join(sign for sign in upload.filename or "" if sign.isprintable())
-    return name[-LONGEST_NAME:] or "image"
+    return name[-MAX_FILE_NAME:] or "image"
 
 
 def prepare(learner: Learner, file: BinaryIO, name: str, limits: Limits) -> Tensor:
-    """One uploaded file as the encoder takes it; UnreadableImage, with its name, where that fails."""
+    """One uploaded image as input of the encoder; raises UnreadableImage with the file's name."""
     return learner.prepare(_OneImage(file, name, limits))[0]
 
 
@@ -59,14 +170,14 @@ class _OneImage(ImageSet):
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Unknown: that is what is asked."""
+        """Unknown."""
         return np.full(1, -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return 1
 
     def load(self, index: int) -> Image.Image:
-        """The picture, unless it is too large."""
+        """The decoded image, unless it is too large."""
         data = self._file.read(self._limits.image + 1)
         if len(data) > self._limits.image:
             raise UnreadableImage(
@@ -76,9 +187,9 @@ class _OneImage(ImageSet):
         return decode(data, self._name)
 
     def name(self, index: int) -> str:
-        """As the client calls it."""
+        """The file's name as the client gave it."""
         return self._name
 
     def identity(self, index: int) -> bytes:
-        """Its name: nobody compares these."""
+        """The file's name."""
         return self._name.encode()

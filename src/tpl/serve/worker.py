@@ -1,7 +1,7 @@
-"""One task learned in a process of its own: `python -m tpl.serve.worker`, started by jobs.py and by nobody else.
+"""The process that learns one task: `python -m tpl.serve.worker`, started by jobs.py.
 
-A process, because training would take the server's interpreter lock and mix with its recorded passes, and because
-whatever kills it leaves the server and the committed model as they were. It reads one JSON line, writes one JSON line
+It is a process of its own because training would hold the server's interpreter lock and interfere with its CUDA graphs,
+and because a crash leaves the server and the committed model unchanged. It reads one JSON line, writes one JSON line
 for every step, and ends when the server does.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,17 +19,19 @@ from typing import IO, Any
 
 from tpl.errors import TplError
 
-READING, TRAINING = 0.1, 0.95  # the progress at which reading and training end; writing is the rest
-NAMED = 5  # unreadable files told by name
+READING, TRAINING = 0.1, 0.95  # progress at the end of reading and of training
+MAX_NAMED = 5  # unreadable files in a warning
+
+Send = Callable[..., None]  # sends a report to the server, as keywords
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be learned: class folders in a zip, under the name of a task."""
+class JobSpec:
+    """The task to learn: a zip of class folders, and how to compute."""
 
     model: str
     archive: str
-    title: str  # what the person who sent the zip calls it
+    title: str  # the file's name as the client gave it
     name: str
     device: str = "auto"
     precision: str = "auto"
@@ -38,89 +41,91 @@ class Order:
     held_out: float = 0.1
 
     def to_json(self) -> str:
-        """One line."""
+        """The specification as one line."""
         return json.dumps(asdict(self)) + "\n"
 
 
 class Progress:
-    """Turns training events into a share between 0 and 1, and says so."""
+    """Callback that turns training events into reports of progress between 0 and 1."""
 
-    def __init__(self, tell: Any) -> None:
-        self.tell = tell
+    def __init__(self, send: Send) -> None:
+        self.send = send
         self.read = 0
 
     def __call__(self, event: Any) -> None:
-        """Tell one event; of no interest are those that bring no progress."""
+        """Report one event; events without progress are ignored."""
         data = event.data
         if event.kind == "prepare":
             self.read += data["done"]
             share = READING * min(1.0, self.read / max(1, data["images"]))
-            self.tell(progress=share, message=f"reading {data['images']} images")
+            self.send(progress=share, message=f"reading {data['images']} images")
         elif event.kind == "epoch":
             share = READING + (TRAINING - READING) * data["epoch"] / data["epochs"]
-            self.tell(progress=share, message=f"epoch {data['epoch']} of {data['epochs']}")
+            self.send(progress=share, message=f"epoch {data['epoch']} of {data['epochs']}")
         elif event.kind == "warning":
-            self.tell(warning=data["text"])
+            self.send(warning=data["text"])
 
 
-def carry_out(order: Order, tell: Any) -> None:
-    """Learn and commit. Nobody else writes to the directory from the first read to the commit."""
+def learn_task(spec: JobSpec, send: Send) -> None:
+    """Learn the task and commit it; the model directory is locked meanwhile."""
     from tpl.learner import Learner
     from tpl.schedule import epochs_for
-    from tpl.serve.limits import Limits, check_images
-    from tpl.stream import Task, hold_out, labelled_images, readable
+    from tpl.serve.uploads import Limits, check_images
+    from tpl.stream import Task
+    from tpl.stream.labelled import labelled_images, readable
+    from tpl.stream.task import hold_out
 
-    tell(progress=0.0, message="starting")
-    archive = Path(order.archive)
-    check_images(archive, Limits(pixels=order.pixels))
+    send(progress=0.0, message="starting")
+    archive = Path(spec.archive)
+    check_images(archive, Limits(pixels=spec.pixels))
     found = labelled_images(archive)
-    loading = {"weights": order.weights, "device": order.device, "precision": order.precision}
-    with Learner.changing(order.model, **loading) as learner:
+    loading = {"weights": spec.weights, "device": spec.device, "precision": spec.precision}
+    with Learner.changing(spec.model, **loading) as learner:
         images, problems = readable(found.images, learner.method.preprocess.shrink)
         usable = found.with_images(images)
-        _tell_problems(problems, set(found.class_names) - set(usable.class_names), order, tell)
-        task = Task(order.name, usable.class_names, usable.images)
-        method, (train, _) = learner.method, hold_out(task, order.held_out, [learner.method.seed])
-        method.config = method.config.replace(epochs=order.epochs or epochs_for(method, len(train)))
-        learner.learn(task, name=order.name, held_out=order.held_out, listen=Progress(tell), source=order.title)
-        tell(progress=TRAINING, message="writing the model")
-    tell(done=asdict(learner.tasks_[-1]))
+        _report_problems(problems, set(found.class_names) - set(usable.class_names), spec, send)
+        task = Task(spec.name, usable.class_names, usable.images)
+        method, (train, _) = learner.method, hold_out(task, spec.held_out, [learner.method.seed])
+        method.set_options(epochs=spec.epochs or epochs_for(method, len(train)))
+        learner.learn(task, name=spec.name, held_out=spec.held_out, listen=Progress(send), source=spec.title)
+        send(progress=TRAINING, message="writing the model")
+    send(done=asdict(learner.tasks_[-1]))
 
 
-def _tell_problems(problems: list[str], lost: set[str], order: Order, tell: Any) -> None:
-    """Go on without files that cannot be read, but not without a whole class."""
+def _report_problems(problems: list[str], lost: set[str], spec: JobSpec, send: Send) -> None:
+    """Warn about files that cannot be read; a class without any readable image is an error."""
     if lost:
         raise TplError(f"No image of {', '.join(sorted(lost))} can be read: {problems[0]}")
     if problems:
-        named = "; ".join(problem.replace(order.archive + "/", "") for problem in problems[:NAMED])
-        more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        tell(warning=f"Left out, as they cannot be read: {named}{more}")
+        named = "; ".join(problem.replace(spec.archive + "/", "") for problem in problems[:MAX_NAMED])
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        send(warning=f"Left out, as they cannot be read: {named}{more}")
 
 
 def main() -> None:
-    """Carry out the order on stdin."""
+    """Learn the task that is specified on stdin."""
     with suppress(AttributeError, OSError):
-        os.nice(10)  # predictions go first
+        os.nice(10)  # predictions have priority
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not come between the reports
-    order = Order(**json.loads(sys.stdin.readline()))
+    os.dup2(2, 1)  # what libraries print must not get between the reports
+    spec = JobSpec(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with, args=(sys.stdin,), daemon=True).start()
 
-    def tell(**report: Any) -> None:
+    def send(**report: Any) -> None:
         reports.write(json.dumps(report) + "\n")
         reports.flush()
 
     try:
-        carry_out(order, tell)
+        learn_task(spec, send)
     except TplError as error:
-        tell(failed=str(error).replace(order.archive + "/", "").replace(order.archive, order.title))
-    # Not by returning: threads of libraries may still be at work, and the commit is on disk.
+        send(failed=str(error).replace(spec.archive + "/", "").replace(spec.archive, spec.title))
+    # Do not wait for threads of libraries: the commit is on disk.
     reports.close()
     os._exit(0)
 
 
 def _end_with(stdin: IO[str]) -> None:
-    """End as soon as the server has gone, even by kill -9: its end of the pipe closes."""
+    """End as soon as the server does, even if it was killed: its end of the pipe closes."""
     with suppress(OSError, ValueError):
         stdin.read()
     os._exit(3)
