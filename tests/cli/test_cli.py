@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import typer.main
 from click.testing import Result
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -102,6 +103,16 @@ def test_every_command_has_help(command: str) -> None:
     result = call(*command.split(), "-h")
     assert result.exit_code == 0 and "Usage" in result.stdout
     assert not command or "Example" in result.stdout
+
+
+def test_long_lists_of_options_are_in_panels() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        options = [p for p in command.params if p.param_type_name == "option"]
+        unsorted = [p.name for p in options if getattr(p, "rich_help_panel", None) is None]
+        assert len(unsorted) <= 8, (name, unsorted)
+    text = call("run", "-h").stdout
+    assert [word in text for word in ("Data", "Training", "Output", "Advanced")] == [True] * 4
 
 
 def test_list_names_everything_with_a_summary() -> None:

@@ -78,8 +78,8 @@ Memory = Annotated[
 HeldOut = Annotated[
     float | None,
     typer.Option(
-        help="Share of each class's training images to hold out of training, for calibration: of the parts of an "
-        "answer, and of the unknown score. 0 by default; `tpl learn` takes 0.1.",
+        help="Share of each class's training images to hold out, to calibrate answers and the unknown score; 0 by "
+        "default, 0.1 in `tpl learn`.",
         rich_help_panel=TRAINING,
     ),
 ]
