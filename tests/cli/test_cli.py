@@ -139,7 +139,7 @@ def test_describe_explains_every_option(method: str) -> None:
     assert set(options) == set(load_methods()[method].config_class.__dataclass_fields__)
     for option in options.values():
         assert set(option) == {"name", "default", "choices", "help", "group"}
-        assert option["help"].strip()
+        assert option["help"].strip() and option["group"].strip()
         assert not option["choices"] or option["default"] in option["choices"]
     text = call("describe", method).stdout
     assert all(text_of in text for option in options.values() for text_of in (option["name"], option["group"]))

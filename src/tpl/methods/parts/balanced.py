@@ -25,9 +25,12 @@ class BalancingConfig(RehearsalConfig):
     """Options of a method that balances its head by a short training after every task."""
 
     balanced_epochs: float = option(
-        0.1, "passes that balance the head after a task, as a share of epochs (20 of 200 published)", minimum=0
+        0.1,
+        "passes that balance the head after a task, as a share of epochs (20 of 200 published)",
+        minimum=0,
+        group="training",
     )
-    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
+    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0, group="training")
 
     def balancing(self) -> Self | None:
         """The recipe of that training; None if there is to be none."""

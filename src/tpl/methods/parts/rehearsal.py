@@ -16,11 +16,12 @@ from tpl.stream import Task
 class RehearsalConfig(NetworkConfig):
     """Options of a method that trains one network on new and remembered images."""
 
-    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
+    memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
     memory_policy: str = option(
         "random",
         "which images of a class are kept; herding: those whose mean feature stays closest to the class's",
         (*POLICIES, *FEATURE_POLICIES),
+        group="memory",
     )
 
 
