@@ -316,6 +316,17 @@ def test_a_place_that_cannot_be_a_directory_is_explained(tmp_path: Path) -> None
         pass
 
 
+def test_a_new_directory_without_a_model_is_removed(store: ModelStore) -> None:
+    with pytest.raises(KeyboardInterrupt), store.creating():
+        raise KeyboardInterrupt
+    assert not store.path.exists()
+    with store.creating():
+        store.commit(*model(1))
+    with pytest.raises(KeyboardInterrupt), store.creating():  # not new: it stays
+        raise KeyboardInterrupt
+    check(store, model(1))
+
+
 def test_a_second_lock_is_refused(store: ModelStore) -> None:
     store.path.mkdir()
     refused = pytest.raises(StoreError, match=r"another process.*wait")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import typer.main
 from click.testing import Result
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -104,6 +105,16 @@ def test_every_command_has_help(command: str) -> None:
     assert not command or "Example" in result.stdout
 
 
+def test_long_lists_of_options_are_in_panels() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        options = [p for p in command.params if p.param_type_name == "option"]
+        unsorted = [p.name for p in options if getattr(p, "rich_help_panel", None) is None]
+        assert len(unsorted) <= 8, (name, unsorted)
+    text = call("run", "-h").stdout
+    assert [word in text for word in ("Data", "Training", "Output", "Advanced")] == [True] * 4
+
+
 def test_list_names_everything_with_a_summary() -> None:
     listed = ask("list")
     assert list(listed) == ["methods", "benchmarks", "encoders", "scores", "techniques", "protections"]
@@ -128,7 +139,7 @@ def test_describe_explains_every_option(method: str) -> None:
     assert set(options) == set(load_methods()[method].config_class.__dataclass_fields__)
     for option in options.values():
         assert set(option) == {"name", "default", "choices", "help", "group"}
-        assert option["help"].strip()
+        assert option["help"].strip() and option["group"].strip()
         assert not option["choices"] or option["default"] in option["choices"]
     text = call("describe", method).stdout
     assert all(text_of in text for option in options.values() for text_of in (option["name"], option["group"]))

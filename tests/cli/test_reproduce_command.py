@@ -162,7 +162,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("tpl.bench.reproduce.run_rows", interrupt)
     result = call(ROW, "--out", tmp_path)
-    assert result.exit_code == 130 and "same command goes on" in " ".join(result.stderr.split())
+    assert result.exit_code == 130 and "continue with the same command" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

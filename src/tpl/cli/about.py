@@ -100,7 +100,7 @@ def _print_options(fields: list[dict[str, Any]]) -> None:
     names, defaults = (max(len(str(field[key])) for field in fields) for key in ("name", "default"))
     out.print("[bold]Options[/], for `--set NAME=VALUE`:")
     for group in dict.fromkeys(field["group"] for field in fields):
-        table = Table(title=group, title_justify="left", title_style="bold", show_header=False, box=None)
+        table = Table(title=group or "other", title_justify="left", title_style="bold", show_header=False, box=None)
         table.add_column(width=names, no_wrap=True)
         table.add_column(width=defaults, style="cyan", overflow="fold")
         table.add_column()

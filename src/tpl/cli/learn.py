@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
-from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Folder, Strict, Weights, separate
+from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, EncoderOrNone, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
     MEMORY,
     OPTIONS,
@@ -59,6 +59,7 @@ def learn(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be learned, how long and how large; store nothing.")
     ] = False,
+    encoder: EncoderOrNone = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -76,13 +77,6 @@ def learn(
         str | None,
         typer.Option(
             help="tpl-plus (default): one model per task, and a classifier over all classes; tpl: without the latter.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    encoder: Annotated[
-        str | None,
-        typer.Option(
-            help="compact (default, in the package), any ViT or DeiT of timm, or resnet18 (trained from scratch).",
             rich_help_panel=TRAINING,
         ),
     ] = None,

@@ -18,10 +18,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, made by `tpl learn`.")]
 Benchmark = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A benchmark; `tpl list` shows all.")]
 FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run of tpl or tpl-plus.")]
-Encoder = Annotated[
-    str,
-    typer.Option(help="compact (in the package), any ViT or DeiT of timm, or resnet18 (trained from scratch)."),
-]
+_ENCODER = typer.Option(
+    help="compact (default, in the package), any ViT or DeiT of timm, or resnet18 (trained from scratch).",
+    show_default=False,
+)
+Encoder = Annotated[str, _ENCODER]
+EncoderOrNone = Annotated[str | None, _ENCODER]
 
 # Data
 Folder = Annotated[
@@ -78,8 +80,8 @@ Memory = Annotated[
 HeldOut = Annotated[
     float | None,
     typer.Option(
-        help="Share of each class's training images to hold out of training, for calibration: of the parts of an "
-        "answer, and of the unknown score. 0 by default; `tpl learn` takes 0.1.",
+        help="Share of each class's training images to hold out, to calibrate answers and the unknown score; 0 by "
+        "default, 0.1 in `tpl learn`.",
         rich_help_panel=TRAINING,
     ),
 ]
@@ -113,11 +115,18 @@ Device = Annotated[
     str,
     typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=ADVANCED),
 ]
-Precision = Annotated[str, typer.Option(help="auto, fp32 or bf16 (the encoder only).", rich_help_panel=ADVANCED)]
-Compile = Annotated[
-    str,
-    typer.Option(help="Compile the network on a GPU: auto (for large images), on or off.", rich_help_panel=ADVANCED),
-]
+_PRECISION = typer.Option(
+    help="auto (default), fp32 or bf16 (the encoder only).", show_default=False, rich_help_panel=ADVANCED
+)
+Precision = Annotated[str, _PRECISION]
+PrecisionOrNone = Annotated[str | None, _PRECISION]
+_COMPILE = typer.Option(
+    help="Compile the network on a GPU: auto (default: for large images), on or off.",
+    show_default=False,
+    rich_help_panel=ADVANCED,
+)
+Compile = Annotated[str, _COMPILE]
+CompileOrNone = Annotated[str | None, _COMPILE]
 Batch = Annotated[int, typer.Option(min=1, help="Images per batch.", rich_help_panel=ADVANCED)]
 Address = Annotated[
     str | None,

@@ -20,7 +20,7 @@ NEEDED = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 def serve(
     model: Model,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; other than this machine's own, every request needs the token.")
+        str, typer.Option(help="Address to listen on; if others can reach it, every request needs the token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
     token_file: Annotated[
@@ -28,7 +28,7 @@ def serve(
         typer.Option(help="A file with the token; without it TPL_TOKEN is used, or else a new token is printed."),
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Refuse requests to learn.")] = False,
-    examples: Annotated[bool, typer.Option(help="Show stored training images on the page.")] = True,
+    examples: Annotated[bool, typer.Option(help="Show stored training images.")] = True,
     max_upload: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.", rich_help_panel=LIMITS)] = 256,
     max_pixels: Annotated[
         float, typer.Option(min=0.01, help="Largest image, in million pixels.", rich_help_panel=LIMITS)

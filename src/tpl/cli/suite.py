@@ -23,11 +23,14 @@ from tpl.cli.options import (
     OUTPUT,
     Address,
     AsJson,
+    CompileOrNone,
     Data,
+    EncoderOrNone,
     Epochs,
     HeldOut,
     Memory,
     PerTask,
+    PrecisionOrNone,
     Rate,
     Set,
     Tasks,
@@ -67,10 +70,7 @@ def suite(
     benchmarks: Annotated[str | None, typer.Option(help="Benchmarks, separated by commas; see `tpl list`.")] = None,
     orders: Annotated[str | None, typer.Option(help="Class orders, separated by commas: natural,random:1.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Random seeds, separated by commas: 0,1,2.")] = None,
-    encoder: Annotated[
-        str | None,
-        typer.Option(help="compact (default), any ViT or DeiT of timm, or resnet18 (trained from scratch)."),
-    ] = None,
+    encoder: EncoderOrNone = None,
     data: Data = None,
     download: Annotated[
         bool | None,
@@ -123,15 +123,8 @@ def suite(
             help="auto (default: all GPUs, or the CPU if there are none), cpu or cuda.", rich_help_panel=ADVANCED
         ),
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="auto, fp32 or bf16 (the encoder only).", rich_help_panel=ADVANCED)
-    ] = None,
-    compile: Annotated[
-        str | None,
-        typer.Option(
-            help="Compile the network on a GPU: auto (for large images), on or off.", rich_help_panel=ADVANCED
-        ),
-    ] = None,
+    precision: PrecisionOrNone = None,
+    compile: CompileOrNone = None,
     as_json: AsJson = False,
 ) -> None:
     """Make all runs of a grid, methods x benchmarks x class orders x seeds, several at a time; print their means.

@@ -26,22 +26,28 @@ SHORTEST_CYCLE = 8  # steps in which a mask can still be annealed
 class Recipe(Config):
     """How long and how fast one task is trained."""
 
-    epochs: int = option(20, "passes over a task's training images", minimum=1)
-    batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1)
-    lr: float = option(0.005, "learning rate", above=0)
+    epochs: int = option(20, "passes over a task's training images", minimum=1, group="training")
+    batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1, group="training")
+    lr: float = option(0.005, "learning rate", above=0, group="training")
     schedule: str = option(
         "constant",
         "constant: the rate stays (paper); cosine: it falls to zero by the last step",
         ("constant", "cosine"),
+        group="training",
     )
     augment: str = option(
         "none",
         "none (public code); mirror: images are turned left to right half of the time; crop: and moved by a few pixels",
         ("none", "mirror", "crop"),
+        group="augmentation",
     )
-    momentum: float = option(0.9, "momentum of SGD", minimum=0)
-    weight_decay: float = option(0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0)
-    nesterov: bool = option(False, "Nesterov momentum: false by the paper's text, true in the public code")
+    momentum: float = option(0.9, "momentum of SGD", minimum=0, group="training")
+    weight_decay: float = option(
+        0.0, "weight decay of SGD: 0 by the paper's text, 5e-4 in the public code", minimum=0, group="training"
+    )
+    nesterov: bool = option(
+        False, "Nesterov momentum: false by the paper's text, true in the public code", group="training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,16 +54,22 @@ NEVER = -1e4  # a logit that no softmax sees
 class AFCConfig(RehearsalConfig):
     """AFC's options beyond those of training and memory."""
 
-    memory_policy: str = option("herding", "which images of a class are kept", ("random", "first", "herding"))
-    proxies: int = option(10, "proxies of a class", minimum=1)
-    margin: float = option(0.6, "how much more similar the right class has to be", minimum=0)
-    scale: float = option(10.0, "eta at first (published: 1)", above=0)
-    consolidation: float = option(4.0, "weight of what is charged for changed features", minimum=0)
-    stages: int = option(4, "blocks whose outputs are consolidated, evenly spaced, the last among them", minimum=1)
-    balanced_epochs: float = option(
-        0.125, "passes of the balanced training, as a share of epochs (20 of 160)", minimum=0
+    memory_policy: str = option(
+        "herding", "which images of a class are kept", ("random", "first", "herding"), group="memory"
     )
-    balanced_lr: float = option(0.5, "its learning rate, as a share of lr (0.05 of 0.1 published)", above=0)
+    proxies: int = option(10, "proxies of a class", minimum=1, group="classifier")
+    margin: float = option(0.6, "how much more similar the right class has to be", minimum=0, group="classifier")
+    scale: float = option(10.0, "eta at first (published: 1)", above=0, group="classifier")
+    consolidation: float = option(4.0, "weight of what is charged for changed features", minimum=0, group="loss")
+    stages: int = option(
+        4, "blocks whose outputs are consolidated, evenly spaced, the last among them", minimum=1, group="loss"
+    )
+    balanced_epochs: float = option(
+        0.125, "passes of the balanced training, as a share of epochs (20 of 160)", minimum=0, group="training"
+    )
+    balanced_lr: float = option(
+        0.5, "its learning rate, as a share of lr (0.05 of 0.1 published)", above=0, group="training"
+    )
 
 
 class ProxyNetwork(Network):

@@ -41,8 +41,9 @@ class APERConfig(NetworkConfig):
         "cosine",
         "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
         ("constant", "cosine"),
+        group="training",
     )
-    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0)
+    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
 
 
 class CosineCrossEntropy(CrossEntropy):

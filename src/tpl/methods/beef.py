@@ -47,12 +47,14 @@ from tpl.stream import Task
 class BEEFConfig(RehearsalConfig):
     """BEEF's options beyond those of training and memory."""
 
-    energy: float = option(0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0)
-    negative_steps: int = option(3, "steps in which negatives are moved towards larger logits", minimum=0)
-    negative_lr: float = option(0.01, "how far each of them goes, in normalised pixels", minimum=0)
-    alignment: float = option(1.7, "old tasks' logits are divided by this in training", above=0)
-    fusion_epochs: int = option(60, "passes over the balanced set that fuse old and new answers", minimum=0)
-    fusion_lr: float = option(0.05, "learning rate of that at first; it falls to zero", above=0)
+    energy: float = option(0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0, group="loss")
+    negative_steps: int = option(3, "steps in which negatives are moved towards larger logits", minimum=0, group="loss")
+    negative_lr: float = option(0.01, "how far each of them goes, in normalised pixels", minimum=0, group="loss")
+    alignment: float = option(1.7, "old tasks' logits are divided by this in training", above=0, group="loss")
+    fusion_epochs: int = option(
+        60, "passes over the balanced set that fuse old and new answers", minimum=0, group="classifier"
+    )
+    fusion_lr: float = option(0.05, "learning rate of that at first; it falls to zero", above=0, group="classifier")
 
 
 @register

@@ -44,15 +44,18 @@ from tpl.stream import Task
 class DERConfig(RehearsalConfig):
     """DER's options beyond those of training and memory."""
 
-    auxiliary: float = option(1.0, "weight of the auxiliary loss", minimum=0)
+    auxiliary: float = option(1.0, "weight of the auxiliary loss", minimum=0, group="loss")
     classifier: str = option(
         "retrained",
         "what becomes of it after a task; retrained: on a balanced set (paper); aligned: new rows are scaled to the "
         "length of old ones (public code); trained: nothing",
         ("retrained", "aligned", "trained"),
+        group="classifier",
     )
-    retrained_epochs: int = option(30, "passes over the balanced set that retrain the classifier", minimum=1)
-    retrained_lr: float = option(1.0, "their learning rate, for features of length 1", above=0)
+    retrained_epochs: int = option(
+        30, "passes over the balanced set that retrain the classifier", minimum=1, group="classifier"
+    )
+    retrained_lr: float = option(1.0, "their learning rate, for features of length 1", above=0, group="classifier")
 
 
 @register

@@ -45,9 +45,9 @@ CARRIED = ("memory.keys", "memory.logits")  # what travels along with the stored
 class DERppConfig(NetworkConfig):
     """DER++'s options."""
 
-    memory: int = option(2000, "images kept for replay, a uniform sample of all seen", minimum=0)
-    alpha: float = option(0.1, "weight of the squared distance to the stored logits", minimum=0)
-    beta: float = option(0.5, "weight of the cross-entropy of replayed images", minimum=0)
+    memory: int = option(2000, "images kept for replay, a uniform sample of all seen", minimum=0, group="memory")
+    alpha: float = option(0.1, "weight of the squared distance to the stored logits", minimum=0, group="loss")
+    beta: float = option(0.5, "weight of the cross-entropy of replayed images", minimum=0, group="loss")
 
 
 class DarkExperience(CrossEntropy):

@@ -34,7 +34,7 @@ from tpl.stream import Task
 class EEILConfig(BalancingConfig):
     """EEIL's options."""
 
-    temperature: float = option(2.0, "temperature of distillation", above=0)
+    temperature: float = option(2.0, "temperature of distillation", above=0, group="loss")
 
 
 @register

@@ -50,11 +50,15 @@ from tpl.stream import Task
 class FOSTERConfig(RehearsalConfig):
     """FOSTER's options beyond those of training and memory."""
 
-    boosting_beta: float = option(0.96, "b while boosting, below 1; 0: all classes count the same", minimum=0)
-    compression_beta: float = option(0.97, "b while compressing, below 1", minimum=0)
-    temperature: float = option(2.0, "temperature of both distillations", above=0)
-    keep: float = option(1.0, "weight of keeping what the old network says of old classes", minimum=0)
-    compression: float = option(0.75, "passes of the compression, as a share of epochs (130 of 170 published)", above=0)
+    boosting_beta: float = option(
+        0.96, "b while boosting, below 1; 0: all classes count the same", minimum=0, group="loss"
+    )
+    compression_beta: float = option(0.97, "b while compressing, below 1", minimum=0, group="loss")
+    temperature: float = option(2.0, "temperature of both distillations", above=0, group="loss")
+    keep: float = option(1.0, "weight of keeping what the old network says of old classes", minimum=0, group="loss")
+    compression: float = option(
+        0.75, "passes of the compression, as a share of epochs (130 of 170 published)", above=0, group="training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

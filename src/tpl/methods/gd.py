@@ -42,8 +42,8 @@ from tpl.stream import Task
 class GDConfig(BalancingConfig):
     """GD's options."""
 
-    temperature: float = option(2.0, "temperature of distillation", above=0)
-    confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0)
+    temperature: float = option(2.0, "temperature of distillation", above=0, group="loss")
+    confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0, group="loss")
 
 
 class Specialist(CrossEntropy):

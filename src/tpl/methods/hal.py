@@ -53,10 +53,16 @@ ANCHORS = "memory.anchors"  # their name in the state: images, not parameters
 class HALConfig(RehearsalConfig):
     """HAL's options."""
 
-    anchor_weight: float = option(0.1, "lambda: weight of the anchors' look-ahead movement", minimum=0)
-    anchor_mean: float = option(0.1, "gamma: how much an anchor's features stay near their task's mean", minimum=0)
-    anchor_steps: int = option(30, "steps in which an anchor is made (published: 100 of plain SGD)", minimum=1)
-    anchor_rate: float = option(4.0, "how far such a step moves a pixel, in grey levels, root mean square", above=0)
+    anchor_weight: float = option(0.1, "lambda: weight of the anchors' look-ahead movement", minimum=0, group="anchors")
+    anchor_mean: float = option(
+        0.1, "gamma: how much an anchor's features stay near their task's mean", minimum=0, group="anchors"
+    )
+    anchor_steps: int = option(
+        30, "steps in which an anchor is made (published: 100 of plain SGD)", minimum=1, group="anchors"
+    )
+    anchor_rate: float = option(
+        4.0, "how far such a step moves a pixel, in grey levels, root mean square", above=0, group="anchors"
+    )
 
 
 class Anchoring(CrossEntropy):

@@ -41,20 +41,30 @@ SURE = 1 - 1e-9  # of the chosen task under a hard choice: the others keep a tra
 class HATConfig(MemoryConfig):
     """HAT's options: detector, training technique, and what there is a memory for."""
 
-    memory: int = option(2000, "images kept where kNN, outliers or calibration need them, else none", minimum=0)
-    score: str = option("msp", "the detector whose score chooses the task", tuple(DETECTORS))
-    technique: str = option("none", "how a task is trained", tuple(TECHNIQUES))
+    memory: int = option(
+        2000, "images kept where kNN, outliers or calibration need them, else none", minimum=0, group="memory"
+    )
+    score: str = option("msp", "the detector whose score chooses the task", tuple(DETECTORS), group="task prediction")
+    technique: str = option("none", "how a task is trained", tuple(TECHNIQUES), group="training")
     first_outliers: str = option(
         "misplaced",
         "what technique=oe shows the first task, when nothing is stored yet; none: nothing; misplaced: its own images, "
         "with their quarters in other places",
         ("misplaced", "none"),
+        group="training",
     )
     choice: str = option(
-        "hard", "hard: the task with the largest raw score (paper); calibrated: on the memory", ("hard", "calibrated")
+        "hard",
+        "hard: the task with the largest raw score (paper); calibrated: on the memory",
+        ("hard", "calibrated"),
+        group="task prediction",
     )
-    also: str = option("", "further detectors to fit, joined by commas, or all: for `rescore` and studies")
-    store: bool = option(False, "keep images even where nothing needs them yet, e.g. to calibrate later")
+    also: str = option(
+        "", "further detectors to fit, joined by commas, or all: for `rescore` and studies", group="task prediction"
+    )
+    store: bool = option(
+        False, "keep images even where nothing needs them yet, e.g. to calibrate later", group="memory"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,6 +46,7 @@ class ICaRLConfig(RehearsalConfig):
         "herding",
         "which images of a class are kept; herding: those whose mean feature stays closest to the class's",
         (*POLICIES, *FEATURE_POLICIES),
+        group="memory",
     )
 
 

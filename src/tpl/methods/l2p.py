@@ -44,12 +44,14 @@ from tpl.stream import Task
 class L2PConfig(Recipe):
     """L2P's options: a recipe, and the size of the pool."""
 
-    lr: float = option(0.002, "learning rate of Adam (published: 0.001875 at a batch of 16)", above=0)
-    momentum: float = option(0.9, "Adam's first beta, above 0 and below 1", above=0)
-    pool: int = option(10, "prompts in the pool", minimum=1)
-    length: int = option(5, "tokens a prompt", minimum=1)
-    chosen: int = option(5, "prompts an image chooses", minimum=1)
-    pull: float = option(0.1, "how strongly chosen keys are drawn towards the queries that chose them", minimum=0)
+    lr: float = option(0.002, "learning rate of Adam (published: 0.001875 at a batch of 16)", above=0, group="training")
+    momentum: float = option(0.9, "Adam's first beta, above 0 and below 1", above=0, group="training")
+    pool: int = option(10, "prompts in the pool", minimum=1, group="prompts")
+    length: int = option(5, "tokens a prompt", minimum=1, group="prompts")
+    chosen: int = option(5, "prompts an image chooses", minimum=1, group="prompts")
+    pull: float = option(
+        0.1, "how strongly chosen keys are drawn towards the queries that chose them", minimum=0, group="prompts"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

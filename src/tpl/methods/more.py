@@ -34,13 +34,18 @@ DISTANCE_SCALE = 20.0
 class MOREConfig(MemoryConfig):
     """MORE's options beyond those of training."""
 
-    back_update_epochs: int = option(10, "passes in which earlier heads are trained on after each task", minimum=0)
-    back_update_lr: float = option(0.01, "learning rate of that", above=0)
-    back_update_momentum: float = option(
-        0.0, "momentum of that; the public code's fresh optimiser for every batch comes to none", minimum=0
+    back_update_epochs: int = option(
+        10, "passes in which earlier heads are trained on after each task", minimum=0, group="training"
     )
-    back_update_batch: int = option(16, "images a step of that", minimum=1)
-    temperature: float = option(2.0, "temperature of a head's softmax", above=0)
+    back_update_lr: float = option(0.01, "learning rate of that", above=0, group="training")
+    back_update_momentum: float = option(
+        0.0,
+        "momentum of that; the public code's fresh optimiser for every batch comes to none",
+        minimum=0,
+        group="training",
+    )
+    back_update_batch: int = option(16, "images a step of that", minimum=1, group="training")
+    temperature: float = option(2.0, "temperature of a head's softmax", above=0, group="task prediction")
 
 
 @register

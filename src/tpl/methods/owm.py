@@ -49,12 +49,19 @@ PREFIX = "projector."
 class OWMConfig(NetworkConfig):
     """OWM's options."""
 
-    train_norms: bool = option(False, "whether the layer norms are trained; nothing protects them")
+    train_norms: bool = option(False, "whether the layer norms are trained; nothing protects them", group="encoder")
     alpha: float = option(
-        1e-4, "adapters' alpha at a task's end (public code: 1e-5 to 1e-2); small blocks more", above=0
+        1e-4,
+        "adapters' alpha at a task's end (public code: 1e-5 to 1e-2); small blocks more",
+        above=0,
+        group="gradient projection",
     )
-    alpha_head: float = option(10.0, "the same for the head (public code: 0.1, for shorter features)", above=0)
-    clip: float = option(10.0, "the largest norm of all projected gradients together", above=0)
+    alpha_head: float = option(
+        10.0, "the same for the head (public code: 0.1, for shorter features)", above=0, group="gradient projection"
+    )
+    clip: float = option(
+        10.0, "the largest norm of all projected gradients together", above=0, group="gradient projection"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

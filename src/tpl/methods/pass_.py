@@ -45,9 +45,15 @@ NEAREST_0, NEAREST_1 = 2.0**-25, 1 - 2.0**-24  # a normal number is infinite at 
 class PASSConfig(NetworkConfig):
     """PASS's options. Published, for Adam: temperature 0.1, both weights 10, the distance not divided by the length."""
 
-    temperature: float = option(1.0, "what logits are divided by; 0.1 as published lets SGD diverge", above=0)
-    prototypes: float = option(1.0, "weight of the loss on old classes' noisy prototypes (published: 10)", minimum=0)
-    distill: float = option(10.0, "weight of the distance to the old network's features, by their length", minimum=0)
+    temperature: float = option(
+        1.0, "what logits are divided by; 0.1 as published lets SGD diverge", above=0, group="loss"
+    )
+    prototypes: float = option(
+        1.0, "weight of the loss on old classes' noisy prototypes (published: 10)", minimum=0, group="loss"
+    )
+    distill: float = option(
+        10.0, "weight of the distance to the old network's features, by their length", minimum=0, group="loss"
+    )
 
 
 def rotated(images: Tensor) -> Tensor:

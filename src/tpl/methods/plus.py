@@ -45,17 +45,25 @@ class PlusConfig(RidgeConfig, TPLConfig):
         "first",
         "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
         ("encoder", "first"),
+        group="expert",
     )
-    weight: float = option(2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0)
+    weight: float = option(
+        2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0, group="expert"
+    )
     balance: str = option(
         "fitted",
         "how much bank and expert count: by images held out, where there are any; or fixed",
         ("fitted", "fixed"),
+        group="expert",
     )
     passes: str = option(
-        "all", "tasks asked for an image: all, a number (0: the expert alone), or auto: until `covered` is reached"
+        "all",
+        "tasks asked for an image: all, a number (0: the expert alone), or auto: until `covered` is reached",
+        group="test time",
     )
-    covered: float = option(0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0)
+    covered: float = option(
+        0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0, group="test time"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,8 +26,12 @@ RIDGE = "ridge."
 class RanPACConfig(RidgeConfig, NetworkConfig):
     """RanPAC's options; those of training matter for the first task alone, with `adapt=first`."""
 
-    even: bool = option(False, "answer as if all classes had equally many images; not as published")
-    adapt: str = option("none", "none: the encoder as it is; first: adapted to the first task", ("none", "first"))
+    even: bool = option(
+        False, "answer as if all classes had equally many images; not as published", group="ridge classifier"
+    )
+    adapt: str = option(
+        "none", "none: the encoder as it is; first: adapted to the first task", ("none", "first"), group="encoder"
+    )
 
 
 @register

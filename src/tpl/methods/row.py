@@ -34,10 +34,16 @@ SHRINKAGE = 0.2  # of the covariance towards the identity
 class ROWConfig(MemoryConfig):
     """ROW's options beyond those of training."""
 
-    class_head_epochs: int = option(5, "passes over a new task that tune its head for classes", minimum=0)
-    task_head_epochs: int = option(10, "passes over the memory that train every task's head for tasks", minimum=0)
-    head_batch: int = option(32, "images a step of both; as many of others come on top in the second", minimum=1)
-    temperature: float = option(5.0, "temperature of both heads' softmax", above=0)
+    class_head_epochs: int = option(
+        5, "passes over a new task that tune its head for classes", minimum=0, group="training"
+    )
+    task_head_epochs: int = option(
+        10, "passes over the memory that train every task's head for tasks", minimum=0, group="training"
+    )
+    head_batch: int = option(
+        32, "images a step of both; as many of others come on top in the second", minimum=1, group="training"
+    )
+    temperature: float = option(5.0, "temperature of both heads' softmax", above=0, group="task prediction")
 
 
 @register

@@ -38,7 +38,9 @@ PARTS = ("counts", "seen", "means", "scatter")  # of an analysis, as they are st
 class SLDAConfig(Config):
     """SLDA's one option."""
 
-    shrinkage: float = option(1e-4, "how much of the identity is mixed into the covariance, up to 1", above=0)
+    shrinkage: float = option(
+        1e-4, "how much of the identity is mixed into the covariance, up to 1", above=0, group="classifier"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

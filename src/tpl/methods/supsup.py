@@ -17,7 +17,7 @@ from tpl.methods.hat import HAT, HATConfig
 class SupSupConfig(HATConfig):
     """HAT's options with supermasks as the default."""
 
-    protect: str = option("supsup", "how tasks are kept apart", tuple(PROTECTIONS))
+    protect: str = option("supsup", "how tasks are kept apart", tuple(PROTECTIONS), group="masks")
 
 
 @register

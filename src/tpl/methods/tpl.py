@@ -47,20 +47,27 @@ class TPLConfig(RatioConfig, MemoryConfig):
 
     others: str = option(
         "single", "single: one class for all replayed images (paper); per_class: one each (public code)",
-        ("single", "per_class"),
+        ("single", "per_class"), group="training",
     )  # fmt: skip
-    gamma: float = option(0.05, "temperature of P(task | image), Eq. 11", above=0)
+    gamma: float = option(0.05, "temperature of P(task | image), Eq. 11", above=0, group="task prediction")
     calibration: str = option(
-        "score", "fitted on the memory after every task; without images, any but none weighs the evidence", CALIBRATIONS
+        "score",
+        "fitted on the memory after every task; without images, any but none weighs the evidence",
+        CALIBRATIONS,
+        group="task prediction",
     )
     memory_kind: str = option(
-        "images", "what is kept of old images: some of them; statistics of the encoder's features; none", KINDS
+        "images",
+        "what is kept of old images: some of them; statistics of the encoder's features; none",
+        KINDS,
+        group="memory",
     )
     looks: str = option(
         "upright",
         "what an answer looks at: upright: the image; mirrored: and its mirror image; turned: and its quarter turns, "
         "if there are turned_classes; both: eight passes in all",
         tuple(LOOKS),
+        group="test time",
     )
 
     def __post_init__(self) -> None:

@@ -39,10 +39,14 @@ FARTHEST = 10.0  # deviations at which a standardised feature is cut off
 class VectorConfig(TPLConfig):
     """TPL's options, and what the network over vectors has beyond them."""
 
-    width: int = option(32, "frozen random units beside the vectors", minimum=0)
-    depth: int = option(1, "adapters in a row", minimum=1)
-    standardise: str = option("features", "by the first task's statistics", ("features", "global", "none"))
-    held_out: float = option(0.1, "share of every class kept out of training, for what is unknown", minimum=0)
+    width: int = option(32, "frozen random units beside the vectors", minimum=0, group="encoder")
+    depth: int = option(1, "adapters in a row", minimum=1, group="encoder")
+    standardise: str = option(
+        "features", "by the first task's statistics", ("features", "global", "none"), group="encoder"
+    )
+    held_out: float = option(
+        0.1, "share of every class kept out of training, for what is unknown", minimum=0, group="training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

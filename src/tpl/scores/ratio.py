@@ -31,22 +31,42 @@ LOGITS: dict[str, type[LogitScore]] = {s.name: s for s in (MaxLogit, MaxSoftmax,
 class RatioConfig(Config):
     """The choices in TPL's score; all but `shrinkage` can be changed on a trained model."""
 
-    logit: str = option("mls", "logit score; none leaves the likelihood ratio alone", (*LOGITS, "none"))
-    in_task: str = option(
-        "md", "E_t: md, or knn over the task's own memory; none leaves the logit score alone", ("md", "knn", "none")
+    logit: str = option(
+        "mls", "logit score; none leaves the likelihood ratio alone", (*LOGITS, "none"), group="task prediction"
     )
-    out_of_task: str = option("knn", "E_tc, over other tasks' memory", ("knn", "md", "constant"))
-    compose: str = option("or", "or: soft maximum, Eq. 9; and: soft minimum, the pseudo-code", ("or", "and"))
-    distance: str = option("l2", "l2: the paper's; squared: the public code's", ("l2", "squared"))
-    k: int = option(5, "which neighbour counts in kNN", minimum=1)
+    in_task: str = option(
+        "md",
+        "E_t: md, or knn over the task's own memory; none leaves the logit score alone",
+        ("md", "knn", "none"),
+        group="task prediction",
+    )
+    out_of_task: str = option(
+        "knn", "E_tc, over other tasks' memory", ("knn", "md", "constant"), group="task prediction"
+    )
+    compose: str = option(
+        "or", "or: soft maximum, Eq. 9; and: soft minimum, the pseudo-code", ("or", "and"), group="task prediction"
+    )
+    distance: str = option(
+        "l2", "l2: the paper's; squared: the public code's", ("l2", "squared"), group="task prediction"
+    )
+    k: int = option(5, "which neighbour counts in kNN", minimum=1, group="task prediction")
     beta1: float | None = option(
-        None, "scale of the logit score; none: inverse mean on the training data, Eq. 10", minimum=0
+        None,
+        "scale of the logit score; none: inverse mean on the training data, Eq. 10",
+        minimum=0,
+        group="task prediction",
     )
     beta2: float | None = option(
-        None, "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10", minimum=0
+        None,
+        "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10",
+        minimum=0,
+        group="task prediction",
     )
     shrinkage: str = option(
-        "auto", "covariance of MD; auto: none (the paper's) where samples abound, else oas", ("auto", "none", "oas")
+        "auto",
+        "covariance of MD; auto: none (the paper's) where samples abound, else oas",
+        ("auto", "none", "oas"),
+        group="task prediction",
     )
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from tpl.answers import DIGITS
-from tpl.learner import Answer, Learner
+from tpl.learner import Learner
 from tpl.store import ModelStore
 
 MAX_PICTURES = 300  # classes shown with a stored image

@@ -41,10 +41,12 @@ ADAPTERS = "adapters."
 class MemoryConfig(ProtectConfig, Recipe):
     """Training, network, and a memory of images."""
 
-    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
-    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES))
+    memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
+    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES), group="memory")
     turned_classes: bool = option(
-        False, "also train on new images turned by 90, 180 or 270 degrees, as classes that no answer names"
+        False,
+        "also train on new images turned by 90, 180 or 270 degrees, as classes that no answer names",
+        group="augmentation",
     )
 
 

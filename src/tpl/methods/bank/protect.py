@@ -25,17 +25,27 @@ SPREAD = 0.01  # of the first scores: at the rates the adapters are trained with
 class ProtectConfig(Config):
     """The network a task is learned in, and how tasks are kept apart."""
 
-    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
+    latent: int = option(
+        64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1, group="encoder"
+    )
     protect: str = option(
-        "hat", "hat: weights of used units stand still; supsup: random weights, a supermask each", ("hat", "supsup")
+        "hat",
+        "hat: weights of used units stand still; supsup: random weights, a supermask each",
+        ("hat", "supsup"),
+        group="masks",
     )
-    masks: str = option("binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"))
-    s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1)
-    sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0)
+    masks: str = option(
+        "binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"), group="masks"
+    )
+    s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1, group="masks")
+    sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0, group="masks")
     mask_gradient: str = option(
-        "autograd", "autograd with compensation, as published; analytic: its closed form", ("autograd", "analytic")
+        "autograd",
+        "autograd with compensation, as published; analytic: its closed form",
+        ("autograd", "analytic"),
+        group="masks",
     )
-    supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0)
+    supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0, group="masks")
 
     def __post_init__(self) -> None:
         super().__post_init__()

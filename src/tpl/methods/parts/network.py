@@ -24,8 +24,10 @@ from tpl.stream import Task
 class NetworkConfig(Recipe):
     """Options of a method that trains one network with adapters."""
 
-    latent: int = option(64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1)
-    train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels")
+    latent: int = option(
+        64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1, group="encoder"
+    )
+    train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels", group="encoder")
 
 
 def new_rows(outputs: int, dim: int, generator: torch.Generator) -> Tensor:

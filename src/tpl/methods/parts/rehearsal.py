@@ -29,11 +29,12 @@ from tpl.stream import ImageSet, Preprocess, Task
 class RehearsalConfig(NetworkConfig):
     """Options of a method that trains one network on new and remembered images."""
 
-    memory: int = option(2000, "images kept for replay, all classes together", minimum=0)
+    memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
     memory_policy: str = option(
         "random",
         "which images of a class are kept; herding: those whose mean feature stays closest to the class's",
         (*POLICIES, *FEATURE_POLICIES),
+        group="memory",
     )
 
 
@@ -82,9 +83,12 @@ class BalancingConfig(RehearsalConfig):
     """Options of a method that balances its head by a short training after every task."""
 
     balanced_epochs: float = option(
-        0.1, "passes that balance the head after a task, as a share of epochs (20 of 200 published)", minimum=0
+        0.1,
+        "passes that balance the head after a task, as a share of epochs (20 of 200 published)",
+        minimum=0,
+        group="training",
     )
-    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0)
+    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0, group="training")
 
     def balancing(self) -> Self | None:
         """The recipe of the balanced training; None where it has no epochs."""

@@ -33,13 +33,16 @@ STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimu
 class RidgeConfig(Config):
     """Options of the ridge."""
 
-    width: int = option(0, "random features; 0: by the first task's size, 10 000 at most", minimum=0)
+    width: int = option(
+        0, "random features; 0: by the first task's size, 10 000 at most", minimum=0, group="ridge classifier"
+    )
     ridge: str = option(
         "entropy",
         "what the ridge's strength is chosen by: cross-entropy first, or (error) squared error alone, as published",
         ("entropy", "error"),
+        group="ridge classifier",
     )
-    even: bool = option(True, "answer as if all classes had equally many images")
+    even: bool = option(True, "answer as if all classes had equally many images", group="ridge classifier")
 
 
 class Trial(NamedTuple):
