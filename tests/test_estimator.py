@@ -22,7 +22,9 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from tpl.errors import TplError
 from tpl.estimator import TPLClassifier
-from tpl.methods.vectors import VectorConfig, VectorMemory, standardisation
+from tpl.methods.vectors import VectorConfig, VectorMemory, VectorTPL
+from tpl.stream import Task
+from tpl.stream.vectors import Standardise, VectorSet, standardisation
 
 Data = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]
 TASKS = ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9])
@@ -107,7 +109,7 @@ def test_task_probabilities_sum_class_probabilities(digits, in_tasks) -> None:
 def test_old_tasks_features_keep_every_bit() -> None:
     x, _ = blobs(range(8))
     classifier = TPLClassifier(**QUICK | {"epochs": 20}).partial_fit(*blobs([0, 1])).partial_fit(*blobs([2, 3]))
-    vectors = classifier.model_.standardised(x)
+    vectors = classifier.model_.prepared(x)
     before = [classifier.model_.bank.outputs(vectors, t) for t in range(2)]
     weights = classifier.model_.bank.adapters.down_weight.clone()
     frozen = classifier.model_.bank.capacity()["frozen"]
@@ -138,10 +140,10 @@ def test_known_classes_refresh_statistics_and_train_nothing() -> None:
     x, y = blobs([0, 1, 2, 3])
     classifier = TPLClassifier(**QUICK, memory=40)
     classifier.partial_fit(x[y < 2], y[y < 2]).partial_fit(x[y >= 2], y[y >= 2])
-    bank, probe = classifier.model_.bank, classifier.model_.standardised(x)
+    bank, probe = classifier.model_.bank, classifier.model_.prepared(x)
     weights = [w.clone() for w in bank.adapters.weights]
     outputs = bank.outputs(probe, 0)
-    whole = classifier.model_.tasks[1].score.centres.means_.clone()
+    whole = classifier.model_.scores_[1].centres.means_.clone()
     drifted, labels = blobs([0, 1], per_class=50, seed=1)
     classifier.partial_fit(drifted + 0.5, labels)
     bank = classifier.model_.bank
@@ -149,12 +151,12 @@ def test_known_classes_refresh_statistics_and_train_nothing() -> None:
     assert [(task.samples, task.updates, task.held_out) for task in classifier.tasks_] == [(54, 90, 16), (54, 0, 6)]
     assert all(torch.equal(a, b) for a, b in zip(weights, bank.adapters.weights, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(outputs, bank.outputs(probe, 0), strict=True))
-    assert torch.equal(whole, classifier.model_.tasks[1].score.centres.means_)  # the other task's
+    assert torch.equal(whole, classifier.model_.scores_[1].centres.means_)  # the other task's
     # Half of the memory of a drifted class should be new by now: 27 samples came first, 45 later.
     memory = classifier.model_.memory
-    assert [len(keys) for keys in memory.keys] == [10, 10, 10, 10]
-    rows = {tuple(row) for row in classifier.model_.standardised(drifted + 0.5).tolist()}
-    assert 1 <= sum(tuple(row) in rows for row in memory.vectors[0].tolist()) <= 10
+    assert [len(exemplars) for exemplars in memory.exemplars] == [10, 10, 10, 10]
+    rows = {tuple(row) for row in classifier.model_.prepared(drifted + 0.5).tolist()}
+    assert 1 <= sum(tuple(vector.tolist()) in rows for _, vector in memory.exemplars[0]) <= 10
 
 
 def test_refreshed_means_are_those_of_all_samples() -> None:
@@ -162,10 +164,10 @@ def test_refreshed_means_are_those_of_all_samples() -> None:
     more, labels = blobs([0, 1], seed=5)
     classifier = TPLClassifier(**QUICK, held_out=0).fit(x, y).partial_fit(more, labels)
     model = classifier.model_
-    features = model.bank.outputs(model.standardised(np.concatenate([x, more])), 0).features
+    features = model.bank.outputs(model.prepared(np.concatenate([x, more])), 0).features
     both = np.concatenate([y, labels])
     expected = torch.stack([features[torch.from_numpy(both == c)].mean(dim=0) for c in (0, 1)])
-    torch.testing.assert_close(model.tasks[0].score.centres.means_, expected)
+    torch.testing.assert_close(model.scores_[0].centres.means_, expected)
 
 
 def test_a_mixed_batch_refreshes_the_known_and_learns_the_new() -> None:
@@ -254,28 +256,38 @@ def test_answers_do_not_depend_on_the_batch(digits, in_tasks) -> None:
 
 def test_standardisation_survives_features_that_do_not_vary() -> None:
     x = np.array([[1.0, 5.0, 0.1], [3.0, 5.0, 0.3]])
-    shift, scale = standardisation(x, "features")
-    np.testing.assert_allclose(shift, [2, 5, 0.2])
+    found = standardisation(x, "features")
+    np.testing.assert_allclose(found["mean"], [2, 5, 0.2])
     usual = np.sqrt((1 + 0.01) / 2)
-    np.testing.assert_allclose(scale, [1, 1 / usual, 10])
-    np.testing.assert_allclose(standardisation(x, "global")[1], 1 / usual)
-    np.testing.assert_allclose(standardisation(x, "none")[1], 1)
+    np.testing.assert_allclose(found["scale"], [1, 1 / usual, 10])
+    np.testing.assert_allclose(standardisation(x, "global")["scale"], 1 / usual)
+    np.testing.assert_allclose(standardisation(x, "none")["scale"], 1)
+    far = Standardise(found).batch(VectorSet(np.array([[1e9, 5.0, 0.1]])))
+    torch.testing.assert_close(far, torch.tensor([[10.0, 0.0, -1.0]]))  # cut off
 
 
 def test_the_memory_is_nested_and_within_its_budget() -> None:
-    memory, vectors = VectorMemory(10), torch.arange(60.0).reshape(30, 2)
+    memory, vectors = VectorMemory(10), np.arange(60.0).reshape(30, 2)
+    plain = Standardise(standardisation(vectors, "none"))
     kept: list[set[tuple[float, ...]]] = []
     for c in range(4):
-        memory.take(c, vectors + 100 * c, torch.Generator().manual_seed(c))
-        memory.settle()
-        stored, labels = memory.all()
+        before = memory.pixels(plain)
+        stayed = memory.add(VectorSet(vectors + 100 * c), 1, plain)
+        stored, labels = memory.pixels(plain), memory.labels
+        assert torch.equal(stored[: len(stayed)], before[stayed])
         assert len(stored) == len(labels) == 10 // (c + 1) * (c + 1)
         kept.append({tuple(row) for row in stored[labels == 0].tolist()})
     assert kept[0] > kept[1] > kept[2] > kept[3]
-    first = memory.vectors[0]
-    memory.take(0, vectors + 900, torch.Generator().manual_seed(9))
-    memory.settle()
-    assert memory.keys[0].tolist() == sorted(memory.keys[0].tolist()) and len(memory.vectors[0]) == len(first)
+    before = memory.pixels(plain)
+    origin = memory.redraw({0: VectorSet(vectors + 900)}, {0: 30}, plain)
+    after = memory.pixels(plain)
+    assert torch.equal(after[origin >= 0], before[origin[origin >= 0]])
+    assert bool((after[origin < 0] >= 900).all())
+    keys = [key for key, _ in memory.exemplars[0]]
+    assert keys == sorted(keys) and len(keys) == 2
+    again = VectorMemory(10)
+    again.load_state(memory.state())
+    assert torch.equal(again.pixels(plain), after) and torch.equal(again.labels, memory.labels)
 
 
 # Saving, and life among other estimators
@@ -321,6 +333,25 @@ def test_the_example_in_the_documentation_runs() -> None:
     assert names["caught"] > 0.8
 
 
-def test_vectors_are_not_mirrored() -> None:
-    with pytest.raises(TplError, match="augment=mirror is for images"):
-        VectorConfig(augment="mirror")
+@pytest.mark.parametrize("options", [{"augment": "mirror"}, {"turned_classes": True}, {"looks": "mirrored"}])
+def test_vectors_are_not_mirrored_or_turned(options) -> None:
+    with pytest.raises(TplError, match=f"{next(iter(options))}=.* is for images"):
+        VectorConfig(**options)
+
+
+@pytest.mark.parametrize("kind", ["features", "none"])
+def test_it_is_tpl_with_all_its_options(kind: str) -> None:
+    """Without a memory of vectors, say: what stands in for images stands in for vectors, too."""
+    model = VectorTPL.new(blobs([0, 1])[0], VectorConfig(memory_kind=kind, lr=0.05), "cpu", seed=0)
+    for t, classes in enumerate(([0, 1], [2, 3], [4, 5])):
+        x, y = blobs(classes)
+        model.learn(Task(f"task {t}", tuple(map(str, classes)), VectorSet(x, y - classes[0])))
+    x, y = blobs(range(6), seed=8)
+    answers = model.answer(model.prepared(x))
+    assert len(model.memory) == 0
+    assert (answers.log_p.argmax(dim=1).numpy() == y).mean() > 0.8
+    before, kept = model.outputs(model.prepared(x), [])[0], copy.deepcopy(model)
+    model.remove("4")
+    assert model.classes_ == ["0", "1", "2", "3", "5"]
+    assert torch.equal(model.outputs(model.prepared(x), [])[0].logits, before.logits)
+    torch.testing.assert_close(kept.answer(kept.prepared(x)).log_p, answers.log_p)

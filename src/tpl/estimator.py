@@ -28,8 +28,12 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from tpl.engine import Samples, silent
 from tpl.errors import TplError
+from tpl.methods.bank import ENOUGH_TO_HOLD_OUT
 from tpl.methods.vectors import VectorConfig, VectorTPL
+from tpl.stream import Task
+from tpl.stream.vectors import VectorSet
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
         """log P(class | x), columns as in `classes_`."""
         vectors = self._vectors(X)
-        by_arrival = self.model_.log_probabilities(vectors).cpu().numpy()
+        by_arrival = self.model_.answer(vectors).log_p.cpu().numpy()
         sorted_: NDArray[np.float64] = by_arrival[:, np.argsort(self.arrived_)]
         return sorted_
 
@@ -180,8 +184,9 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def task_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
         """P(task | x), columns as in `tasks_`."""
-        vectors = self._vectors(X)
-        probabilities: NDArray[np.float64] = self.model_.task_log_probabilities(vectors).exp().cpu().numpy()
+        scores = self.model_.answer(self._vectors(X)).scores
+        assert scores is not None
+        probabilities: NDArray[np.float64] = self.model_.task_log_probabilities(scores).exp().cpu().numpy()
         return probabilities
 
     def unknown_score(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
@@ -191,8 +196,8 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         the largest conformal p-value over the tasks, each against the task's own held-out samples. With n of those, no
         score exceeds n / (n + 1).
         """
-        vectors = self._vectors(X)
-        scores: NDArray[np.float64] = self.model_.unknown(vectors).cpu().numpy()
+        outputs = self.model_.outputs(self._vectors(X))
+        scores: NDArray[np.float64] = self.model_.unknown_scores_of(outputs).cpu().numpy()
         return scores
 
     # Learning
@@ -211,19 +216,19 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         with _as_value_errors():
             # On a copy: a task that fails or is interrupted leaves the classifier as it was.
             model = self._new_model(vectors) if afresh else copy.deepcopy(self.model_)
-            prepared = model.standardised(vectors)
             old = ~np.isin(labels, fresh)
             if old.any():
-                model.update(prepared[torch.from_numpy(old)], _positions(known, labels[old]))
+                _update(model, vectors[old], _positions(known, labels[old]))
             if len(fresh):
-                model.learn(prepared[torch.from_numpy(~old)], _positions(fresh, labels[~old]), len(fresh))
+                _learn(model, vectors[~old], _positions(fresh, labels[~old]), len(fresh))
+        trained = [] if afresh else [task.samples for task in self.tasks_]
         self.model_, self.classes_ = model, all_classes
         self.arrived_ = np.concatenate([known.astype(all_classes.dtype), fresh.astype(all_classes.dtype)])
-        bounds = np.cumsum([task.own for task in model.tasks])[:-1]
-        parts = np.split(self.arrived_, bounds)
+        parts = np.split(self.arrived_, np.cumsum([len(names) for names in model.task_classes_])[:-1])
+        trained += model.samples_seen[len(trained) :]
         self.tasks_ = [
-            VectorTask(tuple(part.tolist()), task.samples, task.updates, len(task.held.labels))
-            for part, task in zip(parts, model.tasks, strict=True)
+            VectorTask(tuple(part.tolist()), first, seen - first, len(held.labels))
+            for part, first, seen, held in zip(parts, trained, model.samples_seen, model.held_, strict=True)
         ]
         return self
 
@@ -232,18 +237,45 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         seed = int(check_random_state(options.pop("random_state")).randint(2**31 - 1))
         device = options.pop("device")
         options["calibration"] = "score" if options.pop("calibrate") else "none"
-        return VectorTPL(vectors, VectorConfig.parse(options), device, seed)
+        return VectorTPL.new(vectors, VectorConfig.parse(options), device, seed)
 
     def _vectors(self, X: ArrayLike) -> Tensor:  # noqa: N803
         check_is_fitted(self)
         vectors = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
-        return self.model_.standardised(vectors)
+        return self.model_.prepared(vectors)
 
 
-def _positions(classes: NDArray[Any], labels: NDArray[Any]) -> Tensor:
+def _learn(model: VectorTPL, vectors: NDArray[Any], labels: NDArray[np.int64], own: int) -> None:
+    """One more task of `own` new classes; `labels` count from 0 in it."""
+    known = len(model.classes_)
+    names = tuple(str(known + c) for c in range(own))
+    train, held = _split(model, VectorSet(vectors, labels), "held out", len(model.task_classes_))
+    model.learn(Task("new classes", names, train), held=held)
+
+
+def _update(model: VectorTPL, vectors: NDArray[Any], labels: NDArray[np.int64]) -> None:
+    """More samples of known classes, `labels` by arrival."""
+    numbers, own = np.unique(labels, return_inverse=True)
+    train, held = _split(model, VectorSet(vectors, own), "held out again", sum(model.samples_seen))
+    model.update(Task("known classes", tuple(str(c) for c in numbers), train), held)
+
+
+def _split(model: VectorTPL, samples: VectorSet, purpose: str, number: int) -> tuple[VectorSet, Samples]:
+    """What to train on, and what is held out: at least one sample of every class that has enough."""
+    held, share, generator = np.zeros(len(samples), bool), model.config.held_out, model.generator(purpose, number)
+    for c in np.unique(samples.labels):
+        rows = np.flatnonzero(samples.labels == c)
+        if share and len(rows) >= ENOUGH_TO_HOLD_OUT:
+            chosen = torch.randperm(len(rows), generator=generator)[: max(1, round(share * len(rows)))]
+            held[rows[chosen.numpy()]] = True
+    return samples.select(~held), model.samples_of(samples.select(held), silent)
+
+
+def _positions(classes: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.int64]:
     """The place of every label in `classes`, in whatever order these are."""
     order = np.argsort(classes)
-    return torch.from_numpy(order[np.searchsorted(classes[order], labels)])
+    places: NDArray[np.int64] = order[np.searchsorted(classes[order], labels)]
+    return places
 
 
 @contextmanager

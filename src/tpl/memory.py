@@ -12,6 +12,7 @@ import io
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Memory:
     budget: int
     policy: str = "random"
     seed: int = 0
-    exemplars: list[list[bytes]] = field(default_factory=list)  # one list of PNG images per class
+    exemplars: list[list[Any]] = field(default_factory=list)  # one list per class, of PNG images as bytes
     _prepared: Tensor | None = field(default=None, init=False, repr=False)  # decoded and resized once
 
     def __post_init__(self) -> None:
@@ -218,7 +219,7 @@ class Memory:
         exemplars = [flat[a:b] for a, b in itertools.pairwise(bounds)]
         self.restore(exemplars)
 
-    def restore(self, exemplars: list[list[bytes]]) -> None:
+    def restore(self, exemplars: list[list[Any]]) -> None:
         """Replace all exemplars by these."""
         self.exemplars, self._prepared = exemplars, None
 

@@ -24,7 +24,7 @@ MARGIN = 8  # a crop is moved by up to this part of the side: 4 pixels of 32
 
 @dataclass(frozen=True)
 class Samples:
-    """Images as uint8 pixels `[n, 3, size, size]` and their labels.
+    """Images as uint8 pixels `[n, 3, size, size]`, or vectors as floats `[n, features]`, and their labels.
 
     Labels are on the device. Pixels are too, unless there are too many: then they stay in the computer's memory and
     are sent batch by batch.
@@ -174,8 +174,8 @@ class Feed:
         given = dict(zip(self.streamed, sent, strict=True))
         upright = rows.shape[1] + old.shape[1]
         count = upright + (rows.shape[1] if self.networks[0].turns is not None else 0)
-        shape = self.networks[0].new.pixels.shape[1:]
-        pixels = torch.empty((len(rows), count, *shape), dtype=torch.uint8, device=self.device)
+        like = self.networks[0].new.pixels
+        pixels = torch.empty((len(rows), count, *like.shape[1:]), dtype=like.dtype, device=self.device)
         labels = []
         for i, network in enumerate(self.networks):
             images = pixels[i, :upright]

@@ -67,7 +67,7 @@ class Inference:
         self._ask = Recording(self._plain, compute)
 
     def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
-        """The function's values for uint8 `pixels`, on the compute device."""
+        """The function's values for samples (uint8 pixels, or vectors), on the compute device."""
         size = BLOCK if records(self.compute.device) else QUAD
         parts = []
         with torch.no_grad():

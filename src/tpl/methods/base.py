@@ -28,7 +28,8 @@ from tpl.memory import Memory
 from tpl.names import refuse_unknown
 from tpl.nets import Encoder, unstacked
 from tpl.store import State
-from tpl.stream import ImageSet, Preprocess, Task
+from tpl.stream import ImageSet, Task
+from tpl.stream.vectors import preprocess_for
 
 NOT_COUNTED = ("memory.", "held.", "score.scatter_")
 WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are, unless compile=on
@@ -69,7 +70,7 @@ class Method(ABC):
         self._refuse_untrained(encoder)
         self.encoder = encoder.to(compute.device)
         self.config, self.compute, self.seed = config, compute, seed
-        self.preprocess = Preprocess(encoder.data_config)
+        self.preprocess = preprocess_for(encoder.data_config)
         self.normalise = self.preprocess.normaliser(compute.device, compute.dtype)
         if compute.compiled and (compute.small_too or self.preprocess.height >= WORTH_COMPILING):
             encoder.fuse()

@@ -1,14 +1,18 @@
-"""TPL over feature vectors: the same bank, jobs, scores and calibration, with vectors in the place of images.
+"""TPL over feature vectors: its options, its memory of vectors, and how a trained model is pickled.
 
-Not a `Method`: those learn streams of image sets. `tpl.estimator` is its public face.
+Not registered as a method: those learn streams of image sets. `tpl.estimator` is its public face.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import pickle
 import warnings
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,23 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Samples, choose_compute, silent
+from tpl.engine import Compute, Samples, choose_compute
 from tpl.errors import TplError
 from tpl.memory import Memory
-from tpl.methods.bank import ENOUGH_TO_HOLD_OUT, Bank, HeldOut, Outputs
-from tpl.methods.bank.training import TrainingJob, run_jobs
-from tpl.methods.base import owners, seeded
-from tpl.methods.tpl import TPLConfig
-from tpl.nets import Encoder
-from tpl.nets.vectors import VectorEncoder
-from tpl.scores import LikelihoodRatio
-from tpl.scores.calibration import calibrate_scores, equal_shares, unknown_scores
-from tpl.scores.ratio import memory_scores, oppose
+from tpl.methods.base import seeded
+from tpl.methods.tpl import TPL, TPLConfig
+from tpl.nets.vectors import VectorEncoder, random_units
+from tpl.store import State
+from tpl.stream import ImageSet, Preprocess, Task
+from tpl.stream.vectors import LIMIT, VectorSet, standardisation
 
 Array = NDArray[Any]
 
-BLOCK = 4096  # vectors at a time through the network
-FARTHEST = 10.0  # deviations at which a standardised feature is cut off
+FOR_IMAGES = ("augment", "turned_classes", "looks")  # options that make no sense of a vector
+VERSION = 2  # of what is pickled
 
 
 @dataclass(frozen=True)
@@ -52,225 +53,151 @@ class VectorConfig(TPLConfig):
         super().__post_init__()
         if self.held_out >= 1:
             raise TplError(f"held_out must be below 1; got {self.held_out}.")
-        if self.augment != "none":
-            raise TplError(f"augment={self.augment} is for images; vectors are taken as they are.")
+        for name in FOR_IMAGES:
+            if getattr(self, name) != getattr(TPLConfig, name):
+                raise TplError(f"{name}={getattr(self, name)} is for images; vectors are taken as they are.")
 
 
-@dataclass
-class LearnedTask:
-    """What is kept of a task beside its model in the bank."""
+class Exemplar(NamedTuple):
+    """A vector in the memory, and the random key that chose it."""
 
-    own: int  # classes
-    score: LikelihoodRatio
-    held: HeldOut
-    samples: int  # trained on
-    updates: int = 0  # samples that came later
+    key: float
+    vector: Tensor  # [features], as the network takes it, on the CPU
 
 
-class VectorBank(Bank):
-    """A bank whose answers are computed in double precision.
-
-    An answer then depends on the rest of its batch by 1e-15 at most, where kernels for other sizes round differently.
-    """
-
-    def __init__(
-        self, encoder: VectorEncoder, config: VectorConfig, compute: Compute, generator: torch.Generator
-    ) -> None:
-        # Of an encoder, a bank and its jobs use `dim`, the two `new_` methods, `fingerprint`, the two flags and the
-        # call itself.
-        super().__init__(cast(Encoder, encoder), config, compute, from_bytes, generator)
-
-    def outputs(self, pixels: Tensor, task: int) -> Outputs:
-        """Features and own-class logits of vectors under a finished task's model."""
-        model = self.tasks[task]
-        with torch.no_grad():
-            weights = [weight.double() for weight in self.weights(task)]
-            blocks = pixels.to(self.compute.device).double().split(BLOCK)
-            features = torch.cat([self.encoder(block, model.norms.double(), weights) for block in blocks])
-            return Outputs(features, self.logits(features, task))
-
-    def logits(self, features: Tensor, task: int) -> Tensor:
-        """Own-class logits of features under a finished task's head."""
-        model = self.tasks[task]
-        return features @ model.head_weight[: model.own].double().T + model.head_bias[: model.own].double()
-
-
-class VectorMemory:
+class VectorMemory(Memory):
     """A few vectors of every class, within a budget.
 
     Every sample ever seen draws a random key, and a class keeps those with the smallest: a nested, uniform choice among
     all its samples, whichever call brought them.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.quotas = Memory(budget).quotas  # the same shares as images get
-        self.keys: list[Tensor] = []
-        self.vectors: list[Tensor] = []
-
-    def take(self, number: int, vectors: Tensor, generator: torch.Generator) -> None:
-        """Offer samples of one class; `number` counts classes by arrival. Call `settle` when all are offered."""
-        keys = torch.rand(len(vectors), generator=generator, dtype=torch.float64).to(vectors.device)
-        if number == len(self.keys):
-            self.keys.append(keys[:0])
-            self.vectors.append(vectors[:0])
-        self.keys[number] = torch.cat([self.keys[number], keys])
-        self.vectors[number] = torch.cat([self.vectors[number], vectors])
-
-    def settle(self) -> None:
-        """Keep every class to its quota."""
-        for c, quota in enumerate(self.quotas(len(self.keys))):
-            best = self.keys[c].argsort()[:quota]
-            self.keys[c], self.vectors[c] = self.keys[c][best], self.vectors[c][best]
-
-    def all(self) -> tuple[Tensor, Tensor]:
-        """All vectors, class by class, and the number of each one's class."""
-        return torch.cat(self.vectors), owners([len(keys) for keys in self.keys]).to(self.keys[0].device)
-
-
-class VectorTPL:
-    """Learns tasks of vectors one by one and tells all their classes apart; classes are numbered by arrival."""
-
-    def __init__(self, first: Array, config: VectorConfig, device: str, seed: int) -> None:
-        self.config, self.device, self.seed = config, device, seed
-        compute = compute_on(device)
-        self.shift, self.scale = standardisation(first, config.standardise)
-        features = first.shape[1]
-        encoder = VectorEncoder(features, config.width, config.depth, self.generator("encoder", 0))
-        self.bank = VectorBank(encoder.to(compute.device), config, compute, self.generator("adapters", 0))
-        self.memory = VectorMemory(config.memory)
-        self.tasks: list[LearnedTask] = []
-        self.calibration: Tensor | None = None  # scale and shift per task, [2, tasks]
-
-    def generator(self, purpose: str, number: int) -> torch.Generator:
-        """Random numbers that depend on the seed, a running number and the purpose alone."""
-        return seeded(self.seed, number, purpose)
-
-    def standardised(self, vectors: Array) -> Tensor:
-        """Vectors as the network takes them, float32; far-off values are cut where a unit could not tell them apart."""
-        scaled = (vectors.astype(np.float64) - self.shift) * self.scale
-        if self.config.standardise != "none":
-            scaled = scaled.clip(-FARTHEST, FARTHEST)
-        return torch.from_numpy(scaled.astype(np.float32)).to(self.bank.compute.device)
-
-    # Learning
-
-    def learn(self, vectors: Tensor, labels: Tensor, own: int) -> None:
-        """One more task of `own` new classes; `labels` count from 0 in it."""
-        number, known = len(self.tasks), len(self.memory.keys)
-        labels = labels.to(vectors.device)
-        held = self._hold_out(labels, self.generator("held out", number))
-        train, train_labels = vectors[~held], labels[~held]
-        replay = None
-        if known:
-            remembered, _ = self.memory.all()
-            others = torch.full((len(remembered),), own, device=vectors.device)
-            replay = Samples(to_bytes(remembered), others) if len(remembered) else None
-        outputs = own + (replay is not None)
-        samples = Samples(to_bytes(train), train_labels)
-        training = self.generator("training", number)
-        run_jobs([TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, silent)])
-        if outputs == 1:
-            # A single class and nothing to tell it from: an untrained logit would vary without a meaning.
-            self.bank.tasks[number].head_weight.zero_()
-            self.bank.tasks[number].head_bias.fill_(1)
-        seen = self.bank.outputs(train, number)
-        if not bool(seen.features.isfinite().all()):
-            raise TplError("Training ended with features that are not numbers: lower the learning rate (lr).")
-        score = LikelihoodRatio(self.config).fit_features(*seen, train_labels)
-        unseen = HeldOut(self.bank.outputs(vectors[held], number).features, labels[held])
-        self.tasks.append(LearnedTask(own, score, unseen, len(train)))
-        for c in range(own):
-            self.memory.take(known + c, train[train_labels == c], self.generator("memory", known + c))
-        self._refresh()
-
-    def update(self, vectors: Tensor, labels: Tensor) -> None:
-        """More samples of known classes, `labels` by arrival: statistics and memory move, no weight does."""
-        labels = labels.to(vectors.device)
-        call = int(sum(task.samples + task.updates for task in self.tasks))  # another number at every call
-        held = self._hold_out(labels, self.generator("held out again", call))
-        for t, task in enumerate(self.tasks):
-            first = sum(earlier.own for earlier in self.tasks[:t])
-            mine = (labels >= first) & (labels < first + task.own)
-            if not bool(mine.any()):
-                continue
-            rows = mine & ~held
-            task.score.merge(*self.bank.outputs(vectors[rows], t), labels[rows] - first)
-            rest = mine & held
-            unseen = HeldOut(self.bank.outputs(vectors[rest], t).features, labels[rest] - first)
-            task.held = task.held.extended(unseen)
-            task.updates += int(rows.sum())
-        for c in labels.unique().tolist():
-            purpose = f"memory again {c}"
-            self.memory.take(c, vectors[(labels == c) & ~held], self.generator(purpose, call))
-        self._refresh()
-
-    def _hold_out(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Which rows are kept out of training: at least one of every class that has enough."""
-        held = torch.zeros_like(labels, dtype=torch.bool)
-        if self.config.held_out == 0:
-            return held
-        for c in labels.unique():
-            rows = torch.nonzero(labels == c).squeeze(1)
-            if len(rows) >= ENOUGH_TO_HOLD_OUT:
-                chosen = torch.randperm(len(rows), generator=generator)[
-                    : max(1, round(self.config.held_out * len(rows)))
-                ]
-                held[rows[chosen.to(rows.device)]] = True
-        return held
-
-    def _refresh(self) -> None:
-        """Give every score the others' memory, and calibrate on it: both change with every task."""
-        self.memory.settle()
-        vectors, classes = self.memory.all()
-        tasks, seen, scores = self.owner[classes], self._outputs(vectors), [task.score for task in self.tasks]
-        opposed = oppose(scores, seen, tasks, classes)
-        wanted = self.config.calibration == "score" and opposed and len(self.tasks) > 1
-        self.calibration = None
-        if wanted:
-            self.calibration = calibrate_scores(memory_scores(scores, seen, tasks), tasks, equal_shares(classes))
-
-    # Answers
+    seen = 0  # samples offered before a `redraw`: its random numbers depend on it
 
     @property
-    def owner(self) -> Tensor:
-        """The number of the task that brought each class."""
-        return owners([task.own for task in self.tasks]).to(self.bank.compute.device)
+    def bytes_used(self) -> int:
+        """Size of the vectors."""
+        return sum(e.vector.numel() * e.vector.element_size() for class_ in self.exemplars for e in class_)
 
-    def log_probabilities(self, vectors: Tensor) -> Tensor:
-        """log P(class | x), `[n, classes]`, classes by arrival (Eq. 3)."""
-        outputs = self._outputs(vectors)
-        within = torch.cat([o.logits.log_softmax(dim=1) for o in outputs], dim=1)
-        return within + self._task_log_probabilities(outputs)[:, self.owner]
+    def add(
+        self,
+        images: ImageSet,
+        classes: int,
+        preprocess: Preprocess,
+        device: torch.device | str | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Take up a new task's classes and shrink the old ones; returns which rows of the old memory stayed."""
+        first = len(self.exemplars)
+        self.exemplars += [[] for _ in range(classes)]
+        offers = {first + c: images.select(images.labels == c) for c in range(classes)}
+        origin = self._offer(offers, preprocess, lambda c: seeded(self.seed, c, "memory"))
+        return origin[origin >= 0]
 
-    def task_log_probabilities(self, vectors: Tensor) -> Tensor:
-        """log P(task | x), `[n, tasks]`."""
-        return self._task_log_probabilities(self._outputs(vectors))
+    def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
+        """Let more vectors of known classes compete; returns the row that each one was in before, -1 if it is new."""
+        return self._offer(images, preprocess, lambda c: seeded(self.seed, self.seen, f"memory again {c}"))
 
-    def unknown(self, vectors: Tensor) -> Tensor:
-        """One minus the largest conformal p-value of any task."""
-        asked, own = [], []
-        for t, task in enumerate(self.tasks):
-            asked.append(task.score.in_distribution_score(*self.bank.outputs(vectors, t)))
-            held = Outputs(task.held.features, self.bank.logits(task.held.features, t))
-            own.append(task.score.in_distribution_score(*held).sort().values)
-        return unknown_scores(asked, own)
+    def _offer(
+        self, offers: dict[int, ImageSet], preprocess: Preprocess, generator: Callable[[int], torch.Generator]
+    ) -> Tensor:
+        rows = self._rows()
+        for c, quota in enumerate(self.quotas(len(self.exemplars))):
+            pool = list(zip(self.exemplars[c], rows[c], strict=True))
+            if c in offers:
+                keys = torch.rand(len(offers[c]), generator=generator(c), dtype=torch.float64)
+                best = keys.argsort()[:quota]
+                vectors = preprocess.batch(offers[c].select(best.numpy()))
+                fresh = zip(keys[best].tolist(), vectors.unbind(), strict=True)
+                pool = sorted(pool + [(Exemplar(*each), -1) for each in fresh], key=lambda pair: pair[0].key)
+            self.exemplars[c], rows[c] = [e for e, _ in pool[:quota]], [row for _, row in pool[:quota]]
+        self._prepared = None
+        return torch.tensor([row for own in rows for row in own], dtype=torch.long)
 
-    def _outputs(self, vectors: Tensor) -> list[Outputs]:
-        return [self.bank.outputs(vectors, t) for t in range(len(self.tasks))]
+    def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
+        """All vectors as the network takes them, `[n, features]`, class by class."""
+        if self._prepared is None:
+            vectors = [exemplar.vector for class_ in self.exemplars for exemplar in class_]
+            self._prepared = torch.stack(vectors) if vectors else torch.zeros(0, preprocess.width)
+        return super().pixels(preprocess, device)
 
-    def _task_log_probabilities(self, outputs: list[Outputs]) -> Tensor:
-        scores = [task.score.score_features(*o) for task, o in zip(self.tasks, outputs, strict=True)]
-        stacked = torch.stack(scores, dim=1)
-        if self.calibration is not None:
-            stacked = stacked * self.calibration[0] + self.calibration[1]
-        return (stacked / self.config.gamma).log_softmax(dim=1)  # Eq. 11
+    def state(self) -> dict[str, Tensor]:
+        """Keys and vectors in a row, and the count per class."""
+        flat = [exemplar for class_ in self.exemplars for exemplar in class_]
+        return {
+            "keys": torch.tensor([exemplar.key for exemplar in flat], dtype=torch.float64),
+            "vectors": torch.stack([exemplar.vector for exemplar in flat]) if flat else torch.zeros(0, 0),
+            "counts": torch.tensor([len(class_) for class_ in self.exemplars], dtype=torch.long),
+        }
 
-    # Copies and pickles: tensors come back on whatever device there is
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        sizes = state["counts"].tolist()
+        columns = zip(state["keys"].split(sizes), state["vectors"].cpu().split(sizes), strict=True)
+        self.restore([[Exemplar(*e) for e in zip(keys.tolist(), rows.unbind(), strict=True)] for keys, rows in columns])
+
+
+class VectorTPL(TPL):
+    """Learns tasks of vectors one by one and tells all their classes apart."""
+
+    config_class = VectorConfig
+    config: VectorConfig
+    encoder: VectorEncoder
+    memory: VectorMemory
+    device = "cpu"  # as the user named it
+
+    @classmethod
+    def new(cls, first: Array, config: VectorConfig, device: str, seed: int) -> Self:
+        """A method that knows nothing; `first` are vectors to standardise by."""
+        units = random_units(first.shape[1], config.width, seeded(seed, 0, "encoder"))
+        encoder = VectorEncoder(*units, config.depth, standardisation(first, config.standardise))
+        method = cls(encoder, config, compute_on(device), seed)
+        method.device = device
+        return method
+
+    def new_memory(self) -> VectorMemory:
+        """A memory of vectors."""
+        return VectorMemory(self.memory_budget, self.config.memory_policy, self.seed)
+
+    def prepared(self, vectors: Array) -> Tensor:
+        """Vectors as the network takes them."""
+        return self.preprocess.batch(VectorSet(vectors), device=self.compute.device)
+
+    @property
+    def samples_seen(self) -> list[int]:
+        """How many samples each task's statistics hold."""
+        return [int(score.centres.pooled_) for score in self.scores_]
+
+    def conclude(self, task: Task, samples: Samples) -> None:
+        """A single class and nothing to tell it from: its untrained logit, which has no meaning, becomes a constant."""
+        model = self.bank.tasks[-1]
+        if len(model.head_bias) == 1:
+            model.head_weight.zero_()
+            model.head_bias.fill_(1)
+        super().conclude(task, samples)
+
+    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
+        """Statistics and memory move, no weight does."""
+        self.memory.seen = sum(self.samples_seen)
+        super().update_classes(task, samples, held)
+
+    # Copies and pickles: plain values and tensors, which come back on whatever device there is
 
     def __getstate__(self) -> dict[str, Any]:
+        state, data = self.state(), self.encoder.data_config
+        content = {
+            "options": self.config.to_dict(),
+            "seed": self.seed,
+            "classes": [list(names) for names in self.task_classes_],
+            "units": [self.encoder.mix_weight, self.encoder.mix_bias],
+            "standardisation": [torch.from_numpy(data["mean"]), torch.from_numpy(data["scale"]), data["limit"]],
+            "memory": self.memory.state(),
+            "shared": state.shared,
+            "tasks": state.tasks,
+        }
         buffer = io.BytesIO()
-        torch.save(self.__dict__, buffer)
-        return {"device": self.device, "content": buffer.getvalue()}
+        torch.save(content, buffer)
+        return {"version": VERSION, "device": self.device, "content": buffer.getvalue()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         try:
@@ -278,9 +205,29 @@ class VectorTPL:
         except TplError:
             warnings.warn(f"Device '{state['device']}' is not available here: computing on the CPU.", stacklevel=2)
             compute = compute_on("cpu")
-        content = torch.load(io.BytesIO(state["content"]), map_location=compute.device, weights_only=False)
-        self.__dict__.update(content)
-        self.bank.compute = compute
+        stored = io.BytesIO(state["content"])
+        if "version" in state:
+            content = torch.load(stored, map_location=compute.device, weights_only=True)
+        else:
+            content = _version_1(stored, compute.device)
+        mean, scale, limit = content["standardisation"]
+        data = {"input_size": tuple(mean.shape), "mean": mean.cpu().numpy(), "scale": scale.cpu().numpy()}
+        config = VectorConfig(**content["options"])
+        weight, bias = content["units"]
+        encoder = VectorEncoder(weight, bias, config.depth, data | {"limit": limit})
+        VectorTPL.__init__(self, encoder, config, compute, content["seed"])
+        self.device = state["device"]
+        self.task_classes_ = [tuple(names) for names in content["classes"]]
+        learned = State(content["shared"], content["tasks"])
+        if "version" in state:
+            self.memory.load_state(content["memory"])
+            self.load_state(learned)
+        else:  # what the tasks' models say of the memory was not stored
+            self.load_state(learned)
+            self.memory.load_state(content["memory"])
+            self.memory_outputs_ = []
+            self._see_memory(torch.zeros(0, dtype=torch.long))
+            self._use_memory(self.task_classes_, calibrate=False)
 
 
 def compute_on(device: str) -> Compute:
@@ -290,23 +237,56 @@ def compute_on(device: str) -> Compute:
     return choose_compute(device, "fp32", "off")
 
 
-def standardisation(vectors: Array, kind: str) -> tuple[Array, Array]:
-    """Shift and scale of every feature; where it did not vary, or for all ("global"), the average scale."""
-    vectors = vectors.astype(np.float64)
-    if kind == "none":
-        return np.zeros(vectors.shape[1]), np.ones(vectors.shape[1])
-    deviation = vectors.std(axis=0)
-    varies = deviation > 1e-9 * np.abs(vectors).max(axis=0)
-    usual = np.sqrt(np.square(deviation[varies]).mean()) if varies.any() else 1.0
-    alone = varies & (kind == "features")
-    return vectors.mean(axis=0), 1 / np.where(alone, deviation, usual)
+# Models that were pickled object by object
 
 
-def to_bytes(vectors: Tensor) -> Tensor:
-    """Float32 vectors as the engine stores samples: bytes, whose meaning only `from_bytes` knows."""
-    return vectors.contiguous().view(torch.uint8)
+class _Record:
+    """Stands for any object of this package in such a pickle: its attributes, or what it was made of."""
+
+    quotas = None  # a memory's method was pickled, too
+
+    parts: tuple[Any, ...]
+
+    def __new__(cls, *parts: Any) -> Self:
+        record = super().__new__(cls)
+        record.parts = parts
+        return record
 
 
-def from_bytes(pixels: Tensor) -> Tensor:
-    """The vectors back, bit for bit."""
-    return pixels.view(torch.float32)
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Record if module.partition(".")[0] == "tpl" else super().find_class(module, name)
+
+
+def _version_1(stored: io.BytesIO, device: torch.device) -> dict[str, Any]:
+    """The content of such a pickle as `VectorTPL` stores it now."""
+    readers = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+    old = torch.load(stored, map_location=device, weights_only=False, pickle_module=readers)
+    bank, memory, known = old["bank"], old["memory"], {field.name for field in fields(VectorConfig)}
+    shared = {f"adapters.{name}": tensor.detach() for name, tensor in bank.adapters._parameters.items()}
+    if old["calibration"] is not None:
+        shared["calibration"] = old["calibration"]
+    tasks = []
+    for t, (model, task) in enumerate(zip(bank.tasks, old["tasks"], strict=True)):
+        statistics = {name: value for name, value in vars(task.score.centres).items() if name.endswith("_")}
+        kept = {f"score.{name}": value for name, value in (statistics | {"scales_": task.score.scales_}).items()}
+        features, labels = task.held.parts[:2]
+        kept |= {"held.features": features, "held.labels": labels}
+        tasks.append(kept | {name: tensor.detach() for name, tensor in model._parameters.items()})
+        shared[f"memory.{t}.features"] = shared[f"memory.{t}.logits"] = torch.zeros(0, features.shape[1])
+    limit = None if old["config"].standardise == "none" else LIMIT
+    numbers = np.cumsum([0, *(task.own for task in old["tasks"])]).tolist()
+    return {
+        "options": {name: value for name, value in vars(old["config"]).items() if name in known},
+        "seed": old["seed"],
+        "classes": [[str(c) for c in range(a, b)] for a, b in itertools.pairwise(numbers)],
+        "units": list(bank.encoder._buffers.values()),
+        "standardisation": [torch.from_numpy(old["shift"]), torch.from_numpy(old["scale"]), limit],
+        "memory": {
+            "keys": torch.cat(memory.keys),
+            "vectors": torch.cat(memory.vectors),
+            "counts": torch.tensor([len(keys) for keys in memory.keys]),
+        },
+        "shared": shared,
+        "tasks": tasks,
+    }

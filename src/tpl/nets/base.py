@@ -51,9 +51,10 @@ class Trainable(nn.Module, ABC):
 class Encoder(nn.Module, ABC):
     """Turns normalised images into features, as one task sees them.
 
-    Called as `encoder(images, norms, weights, dtype=..., learning=...)`, it gives features `[n, dim]`, float32. `norms`
-    are a task's own, `weights` those of a `Trainable`, perhaps under a mask. `learning` is true inside a training step:
-    batch norms then go by the batch. Else no image's features depend on the rest of the batch.
+    Called as `encoder(images, norms, weights, dtype=..., learning=...)`, it gives features `[n, dim]`, float32
+    (float64 if `dtype` is). `norms` are a task's own, `weights` those of a `Trainable`, perhaps under a mask.
+    `learning` is true inside a training step: batch norms then go by the batch. Else no image's features depend on the
+    rest of the batch.
     """
 
     # Whether there is a frozen trunk. Without one, all weights are drawn by the method and trained from scratch, and
@@ -62,6 +63,8 @@ class Encoder(nn.Module, ABC):
     # Whether a training step looks at its batch as a whole: then no ignored row may fill it up, and a pass at the end
     # settles the statistics that answers go by.
     batch_norms: ClassVar[bool] = False
+
+    exact: ClassVar[bool] = False  # whether answers are computed in double precision: cheap where a network is small
 
     fused = False  # whether `fuse` has compiled something
     name: str

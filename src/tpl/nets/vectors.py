@@ -1,4 +1,4 @@
-"""A small masked network over feature vectors: what `Encoder` is for images.
+"""A small masked network over feature vectors.
 
 The vectors themselves, with frozen random units beside them if wanted, take the place of the pre-trained trunk;
 adapters, masks and a task's own norms act on them as inside a ViT. Only the norm differs: a layer norm would leave
@@ -7,36 +7,38 @@ nothing of vectors with one or two entries, and the length of a vector may matte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.nets.adapters import Adapters, AdapterStack, adapt
+from tpl.nets.base import Encoder
 from tpl.nets.encoder import hash_tensors
 
 
-class VectorEncoder(nn.Module):
+class VectorEncoder(Encoder):
     """Turns standardised vectors `[n, features]` into a task's features `[n, dim]`.
 
-    `width` random units, frozen, are put beside the vectors; 0 leaves the vectors alone. `depth` adapters follow, each
-    behind a norm with a task's own scale and shift, and a last such norm.
+    Frozen random units relu(mix_weight x + mix_bias), if there are any, are put beside the vectors. `depth` adapters
+    follow, each behind a norm with a task's own scale and shift, and a last such norm. In double precision, an answer
+    depends on the rest of its batch by 1e-15 at most, where kernels for other sizes round differently.
     """
 
-    pretrained: ClassVar[bool] = True  # the random units take the trunk's place
-    batch_norms: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
 
     mix_weight: Tensor
     mix_bias: Tensor
 
-    def __init__(self, features: int, width: int, depth: int, generator: torch.Generator) -> None:
+    def __init__(self, mix_weight: Tensor, mix_bias: Tensor, depth: int, data_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.dim, self.depth = features + width, depth
-        self.register_buffer("mix_weight", torch.randn(width, features, generator=generator) * features**-0.5)
-        self.register_buffer("mix_bias", torch.rand(width, generator=generator) * 2 - 1)
-        self.fingerprint = hash_tensors(self.state_dict())
+        self.dim, self.depth, self.data_config = sum(mix_weight.shape), depth, dict(data_config)
+        self.register_buffer("mix_weight", mix_weight)
+        self.register_buffer("mix_bias", mix_bias)
+        self.name, self.weights, self.fingerprint = "vectors", None, hash_tensors(self.state_dict())
+        self.sha256 = self.fingerprint
 
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Adapters:
         """Fresh adapters; larger weights than inside a ViT, whose own blocks carry most of the signal there."""
@@ -49,22 +51,33 @@ class VectorEncoder(nn.Module):
         """A task's scales (1) and shifts (0): one pair for every adapter and one at the end, `[depth + 1, 2, dim]`."""
         return torch.stack([torch.ones(self.depth + 1, self.dim), torch.zeros(self.depth + 1, self.dim)], dim=1)
 
+    def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The vectors and the random units."""
+        x = images.to(dtype)
+        if not len(self.mix_weight):
+            return x
+        return torch.cat([x, F.relu(F.linear(x, self.mix_weight.to(x), self.mix_bias.to(x)))], dim=1)
+
     def forward(
         self,
-        vectors: Tensor,
+        images: Tensor,
         norms: Tensor,
         adapters: Iterable[Tensor],
         dtype: torch.dtype = torch.float32,
         learning: bool = False,
     ) -> Tensor:
-        """Features of one task, whose mask is folded into the adapters' weights, in the precision of the inputs."""
-        x = vectors
-        if len(self.mix_weight):
-            x = torch.cat([x, F.relu(F.linear(x, self.mix_weight.to(x), self.mix_bias.to(x)))], dim=1)
-        *inner, last = norms.unbind(0)
-        for affine, layer in zip(inner, AdapterStack(*adapters).layers(), strict=True):
+        """Features of one task, whose mask is folded into the adapters' weights."""
+        x = self.plain(images, dtype)
+        *inner, last = norms.to(dtype).unbind(0)
+        for affine, layer in zip(inner, AdapterStack(*adapters).to(dtype).layers(), strict=True):
             x = adapt(soft_norm(x, affine), layer)
         return soft_norm(x, last)
+
+
+def random_units(features: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Weights `[width, features]` and biases of random units."""
+    weight = torch.randn(width, features, generator=generator) * features**-0.5
+    return weight, torch.rand(width, generator=generator) * 2 - 1
 
 
 def soft_norm(x: Tensor, affine: Tensor) -> Tensor:

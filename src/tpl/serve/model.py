@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from tpl.answers import DIGITS
+from tpl.answers import DIGITS, Answer
 from tpl.learner import Learner
 from tpl.store import ModelStore
 

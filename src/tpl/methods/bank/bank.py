@@ -167,7 +167,7 @@ class Bank:
         return inference_for(self, self.encoder, self.compute)
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
-        """Features and own-class logits of uint8 images under a finished task's model."""
+        """Features and own-class logits of samples under a finished task's model."""
         return self.query(pixels, [Query(task)])[0]
 
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
@@ -198,7 +198,7 @@ class Bank:
 
     def _turned_logits(self, features: Tensor, task: int, quarters: int) -> Tensor:
         with torch.no_grad():
-            return self.technique.logits(features, *self.tasks[task].own_head(quarters)).float()
+            return self.technique.logits(features, *self.tasks[task].own_head(quarters)).to(features.dtype)
 
     def restart(self, retired: Tensor | None) -> None:
         """Hold no task, with the units of tasks long gone in use."""
@@ -290,7 +290,7 @@ class BankInference(ABC):
 
     @abstractmethod
     def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
-        """Features `[n, dim]`, float32, one tensor a query; `pixels` are uint8."""
+        """Features `[n, dim]`, float32 (float64 of an `exact` encoder), one tensor a query."""
 
 
 class PerTaskInference(BankInference):
@@ -298,7 +298,8 @@ class PerTaskInference(BankInference):
 
     def __init__(self, bank: Bank) -> None:
         super().__init__(bank)
-        self._features = Inference(unstacked(bank.encoder, bank.compute.dtype), bank.compute, bank.normalise)
+        dtype = torch.float64 if bank.encoder.exact else bank.compute.dtype
+        self._features = Inference(unstacked(bank.encoder, dtype), bank.compute, bank.normalise)
 
     def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
         """Task after task."""

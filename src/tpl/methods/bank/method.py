@@ -125,7 +125,7 @@ class BankMethod(Method):
         super().__init__(encoder, config, compute, seed)
         if config.turned_classes:
             self.check_square("turned_classes=true")
-        self.memory = Memory(self.memory_budget, config.memory_policy, seed)
+        self.memory = self.new_memory()
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []  # one entry a task; empty where nothing was held out
         self._held_scores: list[Tensor] | None = None  # their in_distribution_score, sorted, once somebody has asked
@@ -139,6 +139,10 @@ class BankMethod(Method):
                 f"technique={self.bank.technique.name} looks at a whole batch, so several processes cannot share one. "
                 "Start one process, or choose another technique."
             )
+
+    def new_memory(self) -> Memory:
+        """The memory before the first task."""
+        return Memory(self.memory_budget, self.config.memory_policy, self.seed)
 
     @abstractmethod
     def conclude(self, task: Task, samples: Samples) -> None:
