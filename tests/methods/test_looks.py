@@ -139,7 +139,7 @@ def test_images_that_are_not_square_cannot_be_turned() -> None:
     TPL(encoder, TPLConfig(), compute)
     with pytest.raises(TplError, match="turned_classes=true rotates images; those of 'compact' are not square"):
         TPL(encoder, TPLConfig(turned_classes=True), compute)
-    with pytest.raises(TplError, match="PASS turns images"):
+    with pytest.raises(TplError, match="PASS rotates images"):
         PASS(encoder, PASSConfig(), compute)
 
 
