@@ -166,7 +166,7 @@ def test_methods_without_task_scores_say_so(stream: Stream) -> None:
     images = digits([0], 2, start=100)
     with pytest.raises(TplError, match="'finetune' cannot reject unknown images"):
         learner.unknown_score(images)
-    with pytest.raises(TplError, match="'finetune' cannot take up more images"):
+    with pytest.raises(TplError, match="'finetune' cannot learn from more images"):
         learner.update(images, ["class 0"] * 2)
     assert [a.unknown for a in learner.answers(images)] == [0.0, 0.0]
     assert learner.rejection_floor() == 1.0 and learner.capacity() is None

@@ -137,9 +137,9 @@ def test_images_that_are_not_square_cannot_be_turned() -> None:
     encoder.data_config = encoder.data_config | {"input_size": (3, 32, 64)}
     compute = choose_compute("cpu")
     TPL(encoder, TPLConfig(), compute)
-    with pytest.raises(TplError, match="turned_classes=true turns images; 'compact' takes none that are square"):
+    with pytest.raises(TplError, match="turned_classes=true rotates images; those of 'compact' are not square"):
         TPL(encoder, TPLConfig(turned_classes=True), compute)
-    with pytest.raises(TplError, match="PASS turns images"):
+    with pytest.raises(TplError, match="PASS rotates images"):
         PASS(encoder, PASSConfig(), compute)
 
 

@@ -259,7 +259,7 @@ def test_compiling_is_for_large_images_unless_it_is_asked_for(monkeypatch: pytes
 
 def test_what_needs_pre_training_says_so() -> None:
     for method in ("slda", "l2p", "ranpac", "tpl-plus", "supsup", "owm", "afc"):
-        with pytest.raises(TplError, match=f"'{method}' stands on a pre-trained encoder.* by agem, .*finetune.*tpl"):
+        with pytest.raises(TplError, match=f"'{method}' needs a pre-trained encoder.* by agem, .*finetune.*tpl"):
             Learner(method, ENCODER, device="cpu")
     with pytest.raises(TplError, match="protect=hat"):
         learner_for("tpl", protect="supsup")

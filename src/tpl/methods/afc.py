@@ -1,11 +1,11 @@
 """AFC: class-incremental learning by adaptive feature consolidation (Kang et al., CVPR 2022).
 
-A new task may move features that old classes do not need, and should leave alone those they do. How much the loss L
-depends on a channel c of a stage tells which these are. After a task, over its images and the remembered ones,
+A new task may change features that old classes do not need, and should keep those that they do. A channel c of a stage
+is important if the loss L depends on it. After a task, over its images and the remembered ones,
 
     I_c = mean over images of sum over positions (dL / da_c)^2,    scaled to mean 1 in every stage
 
-and the next task is charged for what it changes there (a: squared activations, of unit length over positions):
+and the next task is penalised for changing it (a: squared activations, of unit length over positions):
 
     loss = L + 4 sqrt(classes / new classes) * mean over stages and channels of I_c ||a_c - a_c before||
 
@@ -14,12 +14,12 @@ softmax, and the right class must win by a margin (eta is learned):
 
     L = [ - eta (s_y - 0.6) + log sum over j != y of exp(eta s_j) ]_+
 
-New proxies are the centres of a k-means on the class's features; old ones stand still. Then the proxies alone are
+New proxies are the centres of a k-means on the class's features; old ones are frozen. Then the proxies alone are
 trained a little more, on a class-balanced set.
 
-Traps of the public code that are not here: its margin is subtracted from every class, which does nothing at all, and
-the right class, meant to be left out of the sum, stays in it as exp(0). With a margin that counts, L falls as eta does
-until classes are 0.6 apart, and eta would end below zero; so the margin gives eta no gradient. Adapted: stages are the
+Bugs of the public code that are fixed here: its margin is subtracted from every class, which has no effect, and the
+right class, meant to be left out of the sum, stays in it as exp(0). With an effective margin, L falls with eta until
+classes are 0.6 apart, and eta would become negative; so the margin gives eta no gradient. Adapted: stages are the
 outputs of a few transformer blocks, positions are tokens, channels those of the residual stream. The first task's
 proxies come from k-means too, as features are good from the start with a pretrained trunk. eta starts at `scale`, not
 1: a cosine's gradient is small beside that of a linear head, and there are fewer and smaller steps here than 160 epochs
@@ -47,7 +47,7 @@ from tpl.stream import Task
 
 LLOYD_STEPS = 20
 BLOCK = 64  # images whose gradients are held at a time
-NEVER = -1e4  # a logit that no softmax sees
+NEVER = -1e4  # a logit whose softmax is zero
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class ProxyNetwork(Network):
         return self.scale * similarities(features, self.head_weight)
 
     def margin_losses(self, features: Tensor, labels: Tensor, margin: float) -> Tensor:
-        """L of every row. The margin does not pull at eta: it would drive it below zero, and turn all answers round."""
+        """L of every row. The margin has no gradient to eta: it would make eta negative, and invert all predictions."""
         return margin_losses(self.logits(features), labels, self.scale.detach() * margin)
 
     def staged(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Features of normalised images, and the activations `[n, tokens, dim]` of every stage on the way there."""
+        """Features of normalised images, and the activations `[n, tokens, dim]` of every stage."""
         outputs: list[Tensor] = []
         encoder, weights = self.trunk[0], self.adapters.weights
         features: Tensor = encoder(images, self.norms, weights, dtype=self.compute.dtype, notice=outputs.append)
@@ -133,7 +133,7 @@ class AFC(RehearsalMethod):
         return ProxyNetwork(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Place proxies, train with consolidation, balance the proxies, weigh the channels, remember."""
+        """Place proxies, train with consolidation, balance the proxies, estimate importances, store images."""
         config, known, old = self.config, len(self.classes_), self.old_samples()
         teacher = self.network.copy() if known else None
         new = self.grow(task, samples)
@@ -151,23 +151,23 @@ class AFC(RehearsalMethod):
 
     @torch.no_grad()
     def place_proxies(self, samples: Samples, known: int) -> None:
-        """Put the new classes' proxies where the network sees their images now."""
+        """Set the new classes' proxies to cluster centres of their images' current features."""
         units, generator = F.normalize(self.features(samples.pixels), dim=1), self.generator("proxies")
         for c in range(len(self.network.head_bias) - known):
             self.network.head_weight[known + c] = centres(units[samples.labels == c], self.config.proxies, generator)
 
     @torch.no_grad()
     def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """Softmax of eta times the similarities, in float64: how many images share the product makes no difference."""
+        """Softmax of eta times the similarities, in float64: independent of the batch."""
         z, network = self.features(pixels), self.network
         logits = network.scale.double() * similarities(z.double(), network.head_weight.double())
         return logits.log_softmax(dim=1)
 
 
 class Consolidation(CrossEntropy):
-    """The margin loss, and what is charged for features that differ from a teacher's.
+    """The margin loss, and a penalty for features that differ from a teacher's.
 
-    With a teacher, the proxies of the classes it knows stand still.
+    With a teacher, the proxies of its classes are frozen.
     """
 
     network: ProxyNetwork
@@ -193,33 +193,33 @@ class Consolidation(CrossEntropy):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Old proxies back, whatever momentum and weight decay did to them."""
+        """Restore the old proxies, which momentum and weight decay may have moved."""
         if self.teacher is not None:
             old = self.teacher.head_weight
             self.network.head_weight[: len(old)].copy_(old)
 
 
 def similarities(features: Tensor, proxies: Tensor) -> Tensor:
-    """How similar features `[n, dim]` are to classes `[classes, proxies, dim]`: `[n, classes]`, in [-1, 1]."""
+    """Similarities of features `[n, dim]` to classes `[classes, proxies, dim]`: `[n, classes]`, in [-1, 1]."""
     unit, centres = F.normalize(features, dim=1), F.normalize(proxies, dim=2)
     cosines: Tensor = (unit @ centres.flatten(0, 1).T).unflatten(1, proxies.shape[:2])
     return (cosines.softmax(dim=2) * cosines).sum(dim=2)
 
 
 def margin_losses(logits: Tensor, labels: Tensor, margin: Tensor | float) -> Tensor:
-    """How far the right class of every row is from winning by the margin over the others together; 0 if it does."""
+    """How much the right class of every row lacks to exceed the others' logsumexp by the margin; at least 0."""
     place = labels.clamp_min(0).unsqueeze(1)
     right, others = logits.gather(1, place).squeeze(1), logits.scatter(1, place, NEVER)
     return F.relu(others.logsumexp(dim=1) - (right - margin))
 
 
 def changes(stages: Sequence[Tensor], before: Sequence[Tensor], importance: Tensor) -> Tensor:
-    """What each image's activations `[n, tokens, dim]` differ by, the mean over stages and channels by importance."""
-    charged = []
+    """The mean change of each image's activations `[n, tokens, dim]` over stages and channels, by importance."""
+    changed = []
     for now, then, weights in zip(stages, before, importance, strict=True):
         a, b = (F.normalize(part.float().square(), dim=1) for part in (now, then))
-        charged.append((weights * torch.linalg.vector_norm(a - b, dim=1)).mean(dim=1))
-    return torch.stack(charged).mean(dim=0)
+        changed.append((weights * torch.linalg.vector_norm(a - b, dim=1)).mean(dim=1))
+    return torch.stack(changed).mean(dim=0)
 
 
 def importances(
@@ -229,7 +229,7 @@ def importances(
     total = torch.zeros_like(network.importance)
     for samples in seen:
         for pixels, labels in zip(samples.pixels.split(BLOCK), samples.labels.split(BLOCK), strict=True):
-            if network.trunk[0].fused and (missing := BLOCK - len(labels)):  # it is compiled anew for every other size
+            if network.trunk[0].fused and (missing := BLOCK - len(labels)):  # another size would be compiled again
                 pixels = torch.cat([pixels, pixels.new_zeros(missing, *pixels.shape[1:])])
                 labels = F.pad(labels, (0, missing), value=IGNORED)
             features, stages = network.staged(normalise(pixels.to(total.device)))
@@ -238,11 +238,11 @@ def importances(
             slopes = torch.autograd.grad(lost.sum(), stages)
             total += torch.stack([slope.float().square().sum(dim=(0, 1)) for slope in slopes])
     mean = total.mean(dim=1, keepdim=True)
-    return torch.where(mean > 0, total / mean, 1.0)  # without any loss left, no channel is more important than another
+    return torch.where(mean > 0, total / mean, 1.0)  # where no loss is left, all channels are equally important
 
 
 def centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """The centres of a k-means, `[count, dim]`; those that no point is nearest to stay at the point they began at."""
+    """The centres of a k-means, `[count, dim]`; an empty cluster keeps its initial point."""
     order = torch.randperm(len(points), generator=generator)
     found = points[order[torch.arange(count) % len(points)].to(points.device)]
     for _ in range(LLOYD_STEPS):

@@ -1,19 +1,19 @@
-"""A-GEM: a step may not make old images worse, on average (Chaudhry et al., ICLR 2019).
+"""A-GEM: a step may not increase the average loss on old images (Chaudhry et al., ICLR 2019).
 
 With g the gradient of the loss on new images and r that on a random batch of stored ones:
 
     g <- g - (g.r / r.r) r    where g.r < 0,    else g as it is
 
-All trainable parameters make one vector. Where the two agree the memory changes nothing; where they do not, what is
-left of g is at a right angle to r. Stored images are never trained on themselves, so accuracy on old classes is low by
-design when all classes compete in one head.
+All trainable parameters form one vector. Where the two gradients agree the memory changes nothing; where they do not,
+the projected g is orthogonal to r. The network is never trained on stored images themselves, so accuracy on old classes
+is low by design when all classes compete in one head.
 
-Traps of public codes that are avoided: a memory of one batch a task instead of an equal share of the budget (here every
-class has the same share); gradients written into parameters that are frozen.
+Bugs of public codes that are avoided: a memory of one batch a task instead of an equal share of the budget (here every
+class has the same share); gradients written into frozen parameters.
 
-Adapted: adapters, norms and the growing head are what is trained. Published training is plain SGD; the frame's momentum
-acts on the projected gradients, so a step can still carry on what earlier ones began (`momentum=0` gives the published
-rule). The memory batch is as large as that of new images.
+Adapted: adapters, norms and the growing head are trained. Published training is plain SGD; momentum acts on the
+projected gradients here, so a step can still continue in the direction of earlier ones (`momentum=0` gives the
+published rule). The memory batch is as large as that of new images.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class ProjectedGradient(CrossEntropy):
         self.reference: Sequence[Tensor] = ()
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the batch's first half; the gradient of the second, replayed one is kept beside it."""
-        # In one pass: batch norms must see in training what statistics they answer by, both halves together.
+        """The loss of the batch's first half; the gradient of the second, replayed half is stored as `reference`."""
+        # In one pass: batch-norm statistics are estimated on both halves together, so training must see both.
         (fresh, stored), (new, old) = self.network(images).chunk(2), labels.chunk(2)
         self.reference = torch.autograd.grad(F.cross_entropy(stored, old), self.parameters, retain_graph=True)
         return F.cross_entropy(fresh, new)
 
     def after_backward(self, progress: Tensor) -> None:
-        """Take out of the gradient what points against the stored images."""
+        """Remove the component of the gradient that would increase the loss on stored images."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         assert len(gradients) == len(self.reference)
         project(gradients, self.reference)
 
 
 def project(gradients: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """Make `gradients`, read as one vector, stand at no obtuse angle to `reference`; in place, without a branch."""
+    """Project `gradients`, as one vector, to a dot product >= 0 with `reference`; in place, without a branch."""
     dot = torch.stack([(g * r).sum() for g, r in zip(gradients, reference, strict=True)]).sum()
     length = torch.stack([r.square().sum() for r in reference]).sum()
     against = torch.where(dot < 0, dot / length.clamp_min(torch.finfo(length.dtype).tiny), 0)
@@ -64,7 +64,7 @@ def project(gradients: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
 
 @register
 class AGEM(RehearsalMethod):
-    """One network whose steps are turned away from what harms stored images."""
+    """One network whose gradients are projected so that they do not harm stored images."""
 
     name = "agem"
     summary = "A-GEM: fine-tuning whose gradients may not point against those of stored images"
@@ -74,7 +74,7 @@ class AGEM(RehearsalMethod):
     from_scratch = True
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train on the new images, watched over by the stored ones; then store some of the new."""
+        """Train on the new images with projected gradients; then store some of them."""
         new, old = self.grow(task, samples), self.old_samples()
         self.fit(new, listen, ProjectedGradient(self.network) if old is not None else None, old)
         self.remember(task, samples)

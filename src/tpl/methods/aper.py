@@ -4,17 +4,17 @@ The first task alone trains adapters, under a cosine head with a learned scale s
 
     loss = cross-entropy of s cos(w_c, f(x))
 
-Then head and training are over for good. An image's embedding is what the encoder says as it came, beside what it says
-adapted; a class's prototype p_c is the mean embedding of its training images, and
+Then head and training are finished. An image's embedding concatenates its features under the original and the adapted
+encoder; a class's prototype p_c is the mean embedding of its training images, and
 
     P(c | x) = softmax_c of s cos(p_c, z(x)),   z(x) = (f_plain(x), f_adapted(x))
 
-No replay, no forgetting: later tasks add prototypes, and the first task's size decides how much adaptation helps.
+No replay, no forgetting: later tasks add prototypes. How much adaptation helps depends on the first task's size.
 
-Adapted to this toolkit: its adapters (behind attention and MLP, the comparison's own) stand where the paper has a
-parallel one beside each MLP, and its trained layer norms come along (`train_norms=false` leaves them). Weight decay and
-a rate that falls to zero are as published. Prototypes are means over images without augmentation; the first task's
-are made after the adaptation, never before.
+Adapted to this toolkit: its adapters, behind attention and MLP, replace the paper's parallel one beside each MLP, and
+layer norms are trained as well (`train_norms=false` leaves them). Weight decay and a learning rate that falls to zero
+are as published. Prototypes are means over images without augmentation; the first task's are computed after the
+adaptation.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class APER(NetworkMethod):
         self.counts = torch.zeros(0, dtype=torch.float64, device=device)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Adapt to a first task; then take up the classes' prototypes."""
+        """Adapt to a first task; then add the classes' prototypes."""
         if not len(self.counts):
             self.adapt(task, samples, listen)
         new, first = len(task.classes), len(self.classes_)
         self.sums, self.counts = F.pad(self.sums, (0, 0, 0, new)), F.pad(self.counts, (0, new))
-        self.take_up(samples.pixels, samples.labels + first)
+        self.add_to_prototypes(samples.pixels, samples.labels + first)
 
     def adapt(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train adapters, norms, cosine head and its scale; the head has then done its work."""
+        """Train adapters, norms, cosine head and its scale; the head is then dropped."""
         network, scale = self.network, nn.Parameter(torch.ones_like(self.scale))
         own = self.grow(task, samples)
         trainable = [p for p in network.parameters() if p is not network.head_bias]
@@ -101,8 +101,8 @@ class APER(NetworkMethod):
         for _ in task.classes:
             network.drop(0)
 
-    def take_up(self, pixels: Tensor, numbers: Tensor) -> None:
-        """Add images, labelled by class number, to what prototypes are made of."""
+    def add_to_prototypes(self, pixels: Tensor, numbers: Tensor) -> None:
+        """Add images, labelled by class number, to the sums behind the prototypes."""
         member = F.one_hot(numbers, len(self.counts)).double()
         self.sums = self.sums + member.T @ self.embeddings(pixels)
         self.counts = self.counts + member.sum(dim=0)
@@ -113,7 +113,7 @@ class APER(NetworkMethod):
         return self.sums / self.counts.unsqueeze(1)
 
     def embeddings(self, pixels: Tensor) -> Tensor:
-        """Features of the encoder as it came, beside those of the adapted one, `[n, 2 dim]`, float64."""
+        """Concatenated features of the original and the adapted encoder, `[n, 2 dim]`, float64."""
         return torch.cat([self.encoder_features(pixels), self.features(pixels)], dim=1).double()
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class APER(NetworkMethod):
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """More images of known classes move their prototypes."""
-        self.take_up(samples.pixels, self.numbers_of(task, samples))
+        self.add_to_prototypes(samples.pixels, self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's prototype."""
@@ -131,5 +131,5 @@ class APER(NetworkMethod):
 
 
 def cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """The cosine of the angle between every two of them, `[rows, others]`."""
+    """Cosine similarities of all pairs, `[rows, others]`."""
     return F.normalize(rows, dim=1) @ F.normalize(others, dim=1).T

@@ -31,17 +31,16 @@ from tpl.store import State
 from tpl.stream import ImageSet, Task
 from tpl.stream.vectors import preprocess_for
 
-NOT_COUNTED = ("memory.", "held.", "score.scatter_")
-WORTH_COMPILING = 128  # pixels: networks for smaller images run fast enough as they are, unless compile=on
+NOT_COUNTED = ("memory.", "held.", "score.scatter_")  # prefixes of stored tensors that are no parameters
+WORTH_COMPILING = 128  # pixels: networks for smaller images are fast enough uncompiled, unless compile=on
 
-
-# What can be wanted of an answer beside the probabilities; KEEP: that `forward` sees all that a later stage may need.
+# What `want` may name beside the probabilities. KEEP: `forward` computes all that a later stage may need.
 UNKNOWN, KEEP = "unknown", "keep"
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a method says of a batch of images; None stands for what was not wanted or what the method does not have."""
+    """Predictions for a batch of images; None where something was not wanted or the method does not have it."""
 
     log_p: Tensor  # log P(class | image), [n, classes], float64; rows sum to 1
     scores: Tensor | None = None  # how much each task claims each image, [n, tasks]; -inf where it was not computed
@@ -56,11 +55,11 @@ class Method(ABC):
     summary: ClassVar[str]
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""  # what is stored for later tasks, beside the network
-    cost: ClassVar[str] = ""  # of training and of an answer, in passes through the trunk
+    cost: ClassVar[str] = ""  # of training and of a prediction, in passes through the trunk
     config_class: ClassVar[type[Config]]
     from_scratch: ClassVar[bool] = False  # whether it can also train an encoder that has no pre-trained trunk
-    cumulative: ClassVar[bool] = False  # True: wants all data so far at every stage (an upper bound)
-    own_rate: ClassVar[bool] = False  # its optimiser is not SGD: a benchmark's learning rate is not meant for it
+    cumulative: ClassVar[bool] = False  # True: needs all data so far at every stage (an upper bound)
+    own_rate: ClassVar[bool] = False  # True: not SGD, so that a benchmark's learning rate does not apply
     splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
     has_task_models: ClassVar[bool] = False  # whether every task has a model of its own
 
@@ -76,42 +75,42 @@ class Method(ABC):
             encoder.fuse()
             self.normalise = torch.compile(self.normalise)
         self.task_classes_: list[tuple[str, ...]] = []
-        self.removed_tasks = 0  # tasks that lost all their classes; their random numbers are not drawn again
+        self.removed_tasks = 0  # tasks that lost all their classes; their seeds are not used again
 
     def _refuse_untrained(self, encoder: Encoder) -> None:
         if not encoder.pretrained and not self.from_scratch:
             able = ", ".join(sorted(name for name, method in load_methods().items() if method.from_scratch))
             raise TplError(
-                f"The method '{self.name}' stands on a pre-trained encoder; '{encoder.name}' is trained from scratch, "
+                f"The method '{self.name}' needs a pre-trained encoder; '{encoder.name}' is trained from scratch, "
                 f"by {able}."
             )
 
-    def check_square(self, turning: str) -> None:
-        """Refuse an encoder whose images are not square, as they must be for what turns them."""
+    def check_square(self, rotating: str) -> None:
+        """Refuse an encoder whose images are not square, for an option or method that rotates them."""
         if self.preprocess.height != self.preprocess.width:
             raise TplError(
-                f"{turning} turns images; '{self.encoder.name}' takes none that are square. Choose another encoder."
+                f"{rotating} rotates images; those of '{self.encoder.name}' are not square. Choose another encoder."
             )
 
     def check_splits(self) -> None:
-        """Refuse to be trained by several processes that share every batch, unless they end where one would.
+        """Refuse training by several processes that share every batch, unless the result is that of one process.
 
         A loss can be split if it is a mean over rows, or a sum of means over new rows and over replayed ones, and of
-        terms that no row enters. Such a method says `splits = True`.
+        terms that do not depend on rows. Such a method sets `splits = True`.
         """
         if not self.splits:
             able = ", ".join(sorted(name for name, method in load_methods().items() if method.splits))
             raise TplError(
-                f"The method '{self.name}' cannot be trained by several processes: it has no training steps, or looks "
-                f"at a batch as a whole. These can: {able}. Or start one process."
+                f"The method '{self.name}' cannot be trained by several processes: it has no training steps, or its "
+                f"loss needs the whole batch. These can: {able}. Or start one process."
             )
         if self.encoder.batch_norms:
             raise TplError(
-                f"Batch norms look at a whole batch, so several processes cannot share one with '{self.encoder.name}'. "
+                f"Batch norms need the whole batch, so several processes cannot share one with '{self.encoder.name}'. "
                 "Start one process, or take an encoder with layer norms (compact, a ViT or DeiT)."
             )
 
-    # What a method must say
+    # What a method must define
 
     @abstractmethod
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
@@ -121,36 +120,36 @@ class Method(ABC):
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """log P(class | image) over all classes seen, `[n, classes]`, float64, rows sum to 1.
 
-        `pixels` are uint8 images in the encoder's size. An answer never depends on the rest of the batch.
+        `pixels` are uint8 images in the encoder's size. A prediction never depends on the rest of the batch.
         """
 
     @abstractmethod
     def state(self) -> State:
-        """All that was learned."""
+        """All that was learned, for storage."""
 
     @abstractmethod
     def load_state(self, state: State) -> None:
-        """Take up what `state` gave. `task_classes_` and the memory are already in place."""
+        """Restore what `state` returned. `task_classes_` and the memory are already in place."""
 
-    # What a method may say
+    # What a method may override
 
-    def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods have no use for them)
-        """Note what the newest task's model says of images held out of its training, where that is of use."""
+    def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods do not use them)
+        """Use images held out of the newest task's training, e.g. to calibrate unknown scores."""
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: Any = None) -> Any:
-        """What the networks say of uint8 images: the part of an answer that takes time, for `decide`.
+        """Outputs of the networks for uint8 images: the expensive part of a prediction, for `decide`.
 
-        `before` is what an earlier call that wanted KEEP gave for the same images, of this method or of one whose
-        forward it shares; what no later task can change is not computed again.
+        `before` is the result of an earlier call with KEEP for the same images, of this method or of one whose forward
+        it shares; outputs that no later task can change are not computed again.
         """
         return pixels
 
     def decide(self, seen: Sequence[Any], want: Collection[str] = ()) -> Answers:
-        """The answer, from what `forward` gave for one or several groups of images, which are joined."""
+        """Predictions from the results of `forward` for one or several groups of images, which are joined."""
         return Answers(torch.cat([self.log_probabilities(pixels) for pixels in seen]))
 
     def shares_forward(self, other: Method) -> bool:
-        """Whether `forward` of another method gives what this method's would for the same images."""
+        """Whether `forward` of another method returns the same as this method's for the same images."""
         return False
 
     def task_features(self, pixels: Tensor, task: int) -> Tensor | None:
@@ -166,7 +165,7 @@ class Method(ABC):
         return 1.0
 
     def weighting(self) -> dict[str, Any] | None:
-        """How far each part of an answer counts, and by what that was chosen; None if there is one part alone."""
+        """The weights of the parts of a prediction, and how they were chosen; None for a single part."""
         return None
 
     def capacity(self) -> dict[str, float] | None:
@@ -174,9 +173,9 @@ class Method(ABC):
         return None
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """Take up more images of known classes."""
+        """Learn from more images of known classes."""
         raise TplError(
-            f"The method '{self.name}' cannot take up more images of classes it knows; tpl can. "
+            f"The method '{self.name}' cannot learn from more images of known classes; tpl can. "
             "Or learn them in a new model, with all images of the class."
         )
 
@@ -185,16 +184,16 @@ class Method(ABC):
         raise TplError(f"The method '{self.name}' cannot remove a class.")
 
     def parameters(self) -> int:
-        """Size of the network with everything a task keeps, in numbers, without the memory or what it derives.
+        """Number of stored parameters: the network and everything a task keeps, without the memory.
 
-        The scatter behind a whitening matrix says the same once more, and held-out images only serve to judge.
+        The scatter behind a whitening matrix is redundant, and held-out images only serve to calibrate.
         """
         trunk = sum(p.numel() for p in self.encoder.parameters())
         state = self.state()
         kept = [(k, t) for part in (state.shared, *state.tasks) for k, t in part.items()]
         return trunk + sum(t.numel() for k, t in kept if not k.startswith(NOT_COUNTED))
 
-    # What every method gets
+    # What every method inherits
 
     @property
     def memory_budget(self) -> int:
@@ -208,15 +207,15 @@ class Method(ABC):
             self.memory.budget = self.memory_budget
 
     def answer(self, pixels: Tensor, want: Collection[str] = ()) -> Answers:
-        """All that is said of uint8 images in the encoder's size; `want` names more than probabilities.
+        """Predictions for uint8 images in the encoder's size; `want` names what is needed beside probabilities.
 
-        This is the one road to an answer: for Python, the command line, the server, benchmarks and export.
+        Everything goes through it: Python, the command line, the server, benchmarks and export.
         """
         return self.decide([self.forward(pixels, want)], want)
 
     @property
     def memory_bytes(self) -> int:
-        """Size of what is kept of old images, beside the network: the memory's images, or what stands in for them."""
+        """Size of what is stored of old images: those in the memory, or the statistics that replace them."""
         return self.memory.bytes_used if self.memory is not None else 0
 
     @property
@@ -235,23 +234,23 @@ class Method(ABC):
         return Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
 
     def learn(self, task: Task, listen: Listener = silent, held: Samples | None = None) -> None:
-        """Learn one more task, or stay as before if that fails or is interrupted.
+        """Learn one more task, or stay unchanged if that fails or is interrupted.
 
-        The task's classes must be new (a cumulative method starts afresh instead). `held` are images of them that are
-        not trained on.
+        The task's classes must be new (a cumulative method starts over instead). `held` are images of them that are not
+        trained on.
         """
         with self.learning(task, listen, held) as samples:
             self.learn_task(task, samples, listen)
 
     def update(self, task: Task, held: Samples, listen: Listener = silent) -> None:
-        """Take up more images of known classes, or stay as before if that fails or is interrupted."""
+        """Learn from more images of known classes, or stay unchanged if that fails or is interrupted."""
         listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, listen)
         with self._attempt():
             self.update_classes(task, samples, held)
 
     def remove(self, name: str) -> None:
-        """Forget one class; the last class of a task takes the task with it."""
+        """Forget one class; with its last class a task is removed."""
         task, own = self.place_of(name)
         if len(self.classes_) == 1:
             raise TplError(f"'{name}' is the only class; a model needs at least one. Delete the model instead.")
@@ -280,15 +279,15 @@ class Method(ABC):
         raise TplError(f"There is no class '{name}'; there are {known or 'none yet'}.")
 
     def numbers_of(self, task: Task, samples: Samples) -> Tensor:
-        """The numbers, among all classes, of samples of a task whose classes are known already."""
+        """Class numbers, among all classes, of samples of a task whose classes are known already."""
         numbers = [self.classes_.index(name) for name in task.classes]
         return torch.tensor(numbers, device=samples.labels.device)[samples.labels]
 
     @contextmanager
     def learning(self, task: Task, listen: Listener, held: Samples | None = None) -> Iterator[Samples]:
-        """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened.
+        """A context in which a task is learned from the samples it yields; on an error everything is restored.
 
-        The last of it is to note what the new model says of the `held` images.
+        At the end `hold_out` gets the `held` images.
         """
         known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
@@ -309,7 +308,7 @@ class Method(ABC):
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """All that happens inside, or nothing of it."""
+        """A context that restores the method on an error."""
         before = self._snapshot()
         try:
             yield
@@ -346,31 +345,31 @@ class Method(ABC):
         return Samples(pixels, labels.to(self.compute.device))
 
     def generator(self, purpose: str, task: int | None = None) -> torch.Generator:
-        """Random numbers that depend on the seed, the task's number and the purpose, on nothing else.
+        """A generator seeded by the method's seed, the task's number and the purpose alone.
 
-        So a run that was interrupted and resumed draws the same numbers as one that was not.
+        So an interrupted and resumed run draws the same numbers as an uninterrupted one.
         """
         return seeded(self.seed, len(self.task_classes_) + self.removed_tasks if task is None else task, purpose)
 
 
 def seeded(seed: int, number: int, purpose: str) -> torch.Generator:
-    """Random numbers that depend on these three alone."""
+    """A generator seeded by these three values alone."""
     mixed = np.random.SeedSequence([seed, number, zlib.crc32(purpose.encode())])
     return torch.Generator().manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> 1))
 
 
 def task_of_class(task_classes: Sequence[Sequence[str]]) -> Tensor:
-    """The number of the task that brought each class."""
+    """The number of each class's task."""
     return owners([len(classes) for classes in task_classes])
 
 
 def owners(sizes: Sequence[int]) -> Tensor:
-    """0 as often as the first size says, then 1 as often as the second, and so on."""
+    """The group number of every element of consecutive groups: 0 `sizes[0]` times, then 1 `sizes[1]` times, ..."""
     return torch.tensor([t for t, size in enumerate(sizes) for _ in range(size)], dtype=torch.long)
 
 
 def _cloned(part: Any) -> Any:
-    """Nested lists and dicts of tensors, with copies of the tensors."""
+    """A copy of nested lists and dicts of tensors."""
     if isinstance(part, list):
         return [_cloned(entry) for entry in part]
     return {name: tensor.clone() for name, tensor in part.items()}
@@ -380,13 +379,13 @@ METHODS: dict[str, type[Method]] = {}
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Make a method known by its name."""
+    """Add a method to `METHODS`; a class decorator."""
     METHODS[method.name] = method
     return method
 
 
 def load_methods() -> dict[str, type[Method]]:
-    """All methods: every module in this package registers its own."""
+    """All methods by name: every module of this package is imported, and registers its own."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
     return METHODS

@@ -2,28 +2,29 @@
 
 Every task gets a feature extractor phi_t of its own, which starts from the first task's. It is trained alone, without
 the old ones, by a classifier that has one output for each new class and one for each OLD TASK (a backward prototype,
-trained on remembered images), so that it is compatible with what was before:
+trained on remembered images), so that it is compatible with earlier tasks:
 
     CE([b_1 / 1.7, .., b_{t-1} / 1.7, f_1, f_2, ..], y'),   y' = the task of an old image, the class of a new one
 
-To be compatible with what will come, it has an energy output for each class as well (forward prototypes), which stands
-for "like class y, but not of it". Negatives for it are the images turned upside down and moved a few steps towards
-larger logits; their own class's (or task's) logit is blotted out, and the energy output of their class is the target:
+To be compatible with later tasks, it also has an energy output for each class (forward prototypes), for images that
+look like class y but are none of it. Their negatives are the images rotated by 180 degrees and moved a few gradient
+steps towards larger logits; the logit of their own class (or task) is set to 0, and the energy output of their class is
+the target:
 
     + 0.01 CE([logits without y' | energies], energy of y)
 
 Fusion: with all extractors frozen, one scale and one shift for every old task i are fitted on a class-balanced set, and
-the new extractor has its say in the old classes' logits, the same for all classes of a task:
+the new extractor contributes to the old classes' logits, equally to all classes of a task:
 
-    old class c of task i:  what was said before + (a_i b_i + s_i),     new class:  f_c
+    old class c of task i:  old logit + (a_i b_i + s_i),     new class:  f_c
 
-Sums of linear answers are linear: the result is one classifier over all features, and old answers are kept in it.
+A sum of linear functions is linear: the result is one classifier over all features, which contains the old one.
 
-Traps of the public code that are not here: where it blots out a class's logit it does so for the whole batch, in the
-columns of all labels in it; and while fusing, the old biases are replaced by the new ones instead of added to them.
-Adapted: an extractor is adapters and layer norms over one frozen trunk. The negatives' random noise (1e-3, less than
-bf16 tells apart in a pixel) is left out, so they are the same in every run. They cost `negative_steps` + 1 further
-passes a step; with `energy=0` there are none.
+Bugs of the public code that are fixed here: it zeroes a class's logit for the whole batch, in the columns of all labels
+in it; and fusion replaces the old biases by the new ones instead of adding them. Adapted: an extractor is adapters and
+layer norms over one frozen trunk. The negatives' random noise (1e-3, below the resolution of bf16 for a pixel) is left
+out, so they are the same in every run. They cost `negative_steps` + 1 further passes a step; with `energy=0` there are
+none.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class BEEFConfig(RehearsalConfig):
 
 @register
 class BEEF(ExpansionMethod):
-    """Extractors trained one by one, each with a say in older tasks, fused by a scale and a shift a task."""
+    """Extractors trained one by one, each with outputs for older tasks, fused by a scale and a shift a task."""
 
     name = "beef"
     summary = "a new extractor for every task, trained alone with an energy term, then fused with the old, with replay"
@@ -74,7 +75,7 @@ class BEEF(ExpansionMethod):
     config: BEEFConfig
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Expand, train the new extractor alone, fuse, remember."""
+        """Expand, train the new extractor alone, fuse, store images."""
         network, known, old = self.network, len(self.classes_), self.old_samples()
         if known:
             network.expand(self.generator("columns"))
@@ -92,9 +93,9 @@ class BEEF(ExpansionMethod):
     def fused(
         self, backward: Head, forward: Head, owner: Tensor, new: Samples, old: Samples | None
     ) -> tuple[Tensor, Tensor]:
-        """Scale and shift of every old task's backward prototype; 1 and 0 where nothing is remembered."""
+        """Scale and shift of every old task's backward prototype; 1 and 0 without stored images."""
         config, network = self.config, self.network
-        more = torch.zeros_like(backward.bias, requires_grad=True)  # than 1: weight decay, if any, leads back to 1
+        scale = torch.zeros_like(backward.bias, requires_grad=True)  # minus 1: weight decay, if any, leads back to 1
         shift = torch.zeros_like(backward.bias, requires_grad=True)
         if old is not None and config.fusion_epochs:
             generator = self.generator("fusion")
@@ -102,26 +103,26 @@ class BEEF(ExpansionMethod):
             with torch.no_grad():
                 z = self.features(chosen.pixels)
                 past, newest = z[:, : -network.dim], z[:, -network.dim :]
-                said = F.linear(past, network.head_weight[:, : -network.dim], network.head_bias)
+                before = F.linear(past, network.head_weight[:, : -network.dim], network.head_bias)
                 prior, own = backward(newest), forward(newest)
 
             def loss(rows: Tensor) -> Tensor:
-                added = ((1 + more) * prior[rows] + shift)[:, owner]
-                logits = torch.cat([said[rows] + added, own[rows]], dim=1)
+                added = ((1 + scale) * prior[rows] + shift)[:, owner]
+                logits = torch.cat([before[rows] + added, own[rows]], dim=1)
                 return F.cross_entropy(logits, chosen.labels[rows])
 
             recipe = config.part(Recipe).replace(lr=config.fusion_lr, schedule="cosine", epochs=config.fusion_epochs)
-            fit_rows(recipe, [more, shift], len(chosen), loss, generator)
-        return 1 + more.detach(), shift.detach()
+            fit_rows(recipe, [scale, shift], len(chosen), loss, generator)
+        return 1 + scale.detach(), shift.detach()
 
 
 def merged(
     network: ExpandedNetwork, backward: Head, forward: Head, owner: Tensor, scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One classifier over all extractors that says what the old one, the prototypes and the new one say together.
+    """One classifier over all extractors, equal to the sum of the old one, the prototypes and the new one.
 
-    Old classes keep the columns they have, and read the newest extractor by their task's scaled prototype; new classes
-    read the newest extractor alone.
+    Old classes keep their columns, and take the newest extractor's features by their task's scaled prototype; new
+    classes take the newest extractor's alone.
     """
     before = network.dim * len(network.frozen)
     kept = network.head_weight.detach()[:, :before]
@@ -133,7 +134,7 @@ def merged(
 
 
 class BiCompatible(CrossEntropy):
-    """What the newest extractor is trained with; `owner` is the task of every old class."""
+    """The loss of the newest extractor; `owner` is the task of every old class."""
 
     network: ExpandedNetwork
 
@@ -149,11 +150,11 @@ class BiCompatible(CrossEntropy):
         self.column = torch.cat([owner, tasks + torch.arange(classes, device=owner.device)])  # of every class
 
     def parameters(self) -> list[Tensor]:
-        """All heads; without an energy loss the forward prototypes have no use."""
+        """The parameters of all heads; without an energy loss the forward prototypes are not used."""
         return [*self.backward, *self.new, *(self.forward if self.config.energy else ())]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Old tasks against new classes; and negatives against both."""
+        """Cross-entropy over old tasks and new classes, and the energy loss on negatives."""
         z = self.network.newest_features(images)
         logits = torch.cat([self.backward(z) / self.config.alignment, self.new(z)], dim=1)
         loss = F.cross_entropy(logits, self.columns_of(labels))
@@ -162,7 +163,7 @@ class BiCompatible(CrossEntropy):
         return loss
 
     def columns_of(self, labels: Tensor) -> Tensor:
-        """The output that each label asks for: an old class's task, or the new class."""
+        """The target output of each label: an old class's task, or the new class."""
         return torch.where(labels < 0, labels, self.column[labels.clamp_min(0)])
 
     def outputs(self, features: Tensor) -> Tensor:
@@ -170,18 +171,18 @@ class BiCompatible(CrossEntropy):
         return torch.cat([self.backward(features), self.new(features)], dim=1)
 
     def negatives(self, images: Tensor) -> Tensor:
-        """The images upside down, moved towards larger logits: nothing that was ever seen, but what looks like it."""
+        """The images rotated by 180 degrees and moved towards larger logits."""
         x = images.flip(-1, -2)
         for _ in range(self.config.negative_steps):
             x = x.detach().requires_grad_()
-            (uphill,) = torch.autograd.grad(self.outputs(self.network.newest_features(x)).sum(), x)
-            x = x + self.config.negative_lr * uphill
+            (gradient,) = torch.autograd.grad(self.outputs(self.network.newest_features(x)).sum(), x)
+            x = x + self.config.negative_lr * gradient
         return x.detach()
 
     def energy_loss(self, negatives: Tensor, labels: Tensor) -> Tensor:
-        """Each negative belongs to the energy output of its class, with that class's own logit blotted out."""
+        """The target of a negative is the energy output of its class; the logit of the class itself is set to 0."""
         z = self.network.newest_features(negatives)
         logits, place = self.outputs(z), self.column[labels.clamp_min(0)].unsqueeze(1)
-        blotted = logits.scatter(1, place, 0.0)
+        zeroed = logits.scatter(1, place, 0.0)
         target = torch.where(labels == IGNORED, labels, labels + logits.shape[1])
-        return F.cross_entropy(torch.cat([blotted, self.forward(z)], dim=1), target)
+        return F.cross_entropy(torch.cat([zeroed, self.forward(z)], dim=1), target)

@@ -1,23 +1,23 @@
 """DER: dynamically expandable representation (Yan et al., CVPR 2021).
 
-Every task gets a feature extractor of its own; the old ones are frozen, and a classifier H reads all their features
-side by side. The new extractor phi_t starts from the one before. It is trained with a second, auxiliary classifier A on
-its features alone, which tells the new classes from each other and, as one more class, from everything old:
+Every task gets a feature extractor of its own; the old ones are frozen, and a classifier H takes all their concatenated
+features. The new extractor phi_t starts from the one before. It is trained with a second, auxiliary classifier A on its
+features alone, with one output for each new class and one for all old classes together:
 
     loss = CE(H([phi_1 .. phi_t]), y) + CE(A(phi_t), y'),   y' = 0 for every old class, 1, 2, ... for the new ones
 
-so that phi_t learns what the others do not know yet. New images outnumber remembered ones, and the classifier leans to
-the new classes. Three readings of what is done about that after a task:
+so that phi_t learns features that the others lack. New images outnumber remembered ones, and the classifier prefers the
+new classes. There are three ways to correct that after a task:
 
-    classifier=retrained   H begins anew and is trained on a class-balanced set (the paper)
+    classifier=retrained   H is initialised again and trained on a class-balanced set (the paper)
     classifier=aligned     W_new <- W_new * mean ||w_old|| / mean ||w_new||   (the widely used re-implementation)
     classifier=trained     nothing
 
-Alignment counts on new rows being the longer ones. With every task old rows grow by new columns, and where training is
-short they are soon longer than new ones: alignment then leans H to the new classes even more (docs/baselines.md).
+Alignment assumes that new rows are the longer ones. With every task old rows grow by new columns, and where training is
+short they are soon longer than new ones: alignment then favours the new classes even more (docs/baselines.md).
 
 Adapted to adapters: an extractor is two adapters a block and the layer norms, a tenth of the trunk's size; the trunk is
-shared and frozen. H is retrained on features that are divided by their mean length, so that a rate suits any encoder;
+shared and frozen. H is retrained on features divided by their mean length, so that one rate suits any encoder;
 the published temperature of 5, which makes a step 25 times as short, is part of that rate. What differs from public
 codes: learned masks that prune the extractors are in the paper, but were never released, and are not here. Public code
 joins new and remembered images in one shuffled set; here, as for all methods, a step has equally many of both.
@@ -75,7 +75,7 @@ class DER(ExpansionMethod):
     config: DERConfig
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Expand, train the new extractor and the classifier, balance that, remember."""
+        """Expand, train the new extractor and the classifier, balance the classifier, store images."""
         known, network, old = len(self.classes_), self.network, self.old_samples()
         if known:
             network.expand(self.generator("columns"))
@@ -90,7 +90,7 @@ class DER(ExpansionMethod):
         self.remember(task, samples)
 
     def balance(self, new: Samples, old: Samples | None, known: int) -> None:
-        """See to it that the classifier does not lean to the new classes."""
+        """Correct the classifier's preference for the new classes."""
         network, way = self.network, self.config.classifier
         if way == "aligned":
             with torch.no_grad():
@@ -99,7 +99,7 @@ class DER(ExpansionMethod):
             network.load_head(*self.retrained(balanced(new, old, self.generator("balanced set"))))
 
     def retrained(self, samples: Samples) -> Head:
-        """A classifier that begins anew and is trained on `samples`, all extractors standing still."""
+        """A new classifier, trained on `samples` with all extractors frozen."""
         config, network, generator = self.config, self.network, self.generator("classifier")
         z, labels = self.features(samples.pixels), samples.labels
         length = z.norm(dim=1).mean()
@@ -121,7 +121,7 @@ class AuxiliaryLoss(CrossEntropy):
         self.head = Head.new(len(network.head_bias) - known + 1, network, generator)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Both on one batch."""
+        """Both terms on one batch."""
         features = self.network.features(images)
         entropy = F.cross_entropy(self.network.logits(features), labels)
         newest = self.head(features[:, -self.network.dim :])

@@ -1,19 +1,19 @@
-"""DER++: replayed images must get their labels again, and the very logits they once had (Buzzega et al., NeurIPS 2020).
+"""DER++: replay of images with their labels and with the logits they once had (Buzzega et al., NeurIPS 2020).
 
     loss = CE(f(x), y) + alpha * mean_c (f_c(x') - z'_c)^2 + beta * CE(f(x'), y')
 
 x, y are new images; x', y', z' come from a reservoir, a uniform sample of all images seen. z' are the logits that the
-network gave when the image entered it. They are never refreshed, so they tell what was known then, at different moments
-of training; a teacher kept from the end of the last task would tell of one moment only.
+network gave when the image entered it. They are never refreshed, so they show what was known at different moments of
+training; a teacher kept from the end of the last task would show one moment only.
 
-As published, logits stem from all over the training of a task: every image that will stay draws an epoch by lot, and
-its logits are noted at the end of that epoch. (The reservoir's choice depends on no value, so it is made before the
-task is trained.)
+As published, logits stem from all epochs of a task: every image that will be stored draws a random epoch, and its
+logits are recorded at the end of that epoch. (The reservoir's choice depends on nothing that is learned, so it is made
+before the task is trained.)
 
-Traps of public codes that are avoided: distances between features instead of logits, measured to the last task's model
+Differences from public codes: distances between features instead of logits, measured to the last task's model
 (another algorithm under the same name); a head as wide as all tasks to come, whose never-trained outputs take part in
-the squared error. Here the head grows, and an image is held to the logits of the classes that were known when it
-entered; the mean runs over those.
+the squared error. Here the head grows, and the squared error runs over the classes that were known when the image
+entered.
 
 Adapted: images enter the memory when their task ends, each once, so what is replayed are old tasks' images; the
 published code offers an image again in every epoch and also replays the current task's. One draw of replayed images
@@ -38,7 +38,7 @@ from tpl.nets import Encoder
 from tpl.store import State
 from tpl.stream import Task
 
-CARRIED = ("memory.keys", "memory.logits")  # what travels along with the stored images
+CARRIED = ("memory.keys", "memory.logits")  # names of tensors with a row for each stored image
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DarkExperience(CrossEntropy):
         super().__init__(network)
         self.classes, self.alpha, self.beta = classes, config.alpha, config.beta
         outputs = torch.arange(len(network.head_bias), device=known.device)
-        self.known = outputs < known.unsqueeze(1)  # which logits of a row there were when it entered
+        self.known = outputs < known.unsqueeze(1)  # which classes were known when a row entered
         self.logits = F.pad(logits, (0, len(outputs) - logits.shape[1]))
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -92,35 +92,37 @@ class DERpp(NetworkMethod):
         self.stored_logits = torch.zeros(0, 0, device=compute.device)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train on new and stored images, and note the logits of those that will be stored on the way."""
+        """Train on new and stored images, and record the logits of those that will be stored."""
         admission = self.memory.admit(samples.labels, self.generator("reservoir"))
         epochs = torch.randint(self.config.epochs, admission.entering.shape, generator=self.generator("moments"))
         new = self.grow(task, samples)
-        noted = torch.zeros(len(epochs), len(self.network.head_bias), device=self.compute.device)
+        recorded = torch.zeros(len(epochs), len(self.network.head_bias), device=self.compute.device)
 
         replay = self.old_samples()
 
-        def note(event: Event) -> None:
+        def record(event: Event) -> None:
             if event.kind == "epoch":
                 due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
-                if self.encoder.batch_norms:  # an answer goes by statistics, and those of training have moved since
+                if self.encoder.batch_norms:  # inference uses their statistics, which training has made out of date
                     batches = self.config.batches(new, replay, self.generator("statistics"), whole=True)
                     self.network.estimate_batch_norms(batches_of_images(batches, self.normalise))
-                noted[due] = self.logits(samples.pixels[admission.entering[due]])
+                recorded[due] = self.logits(samples.pixels[admission.entering[due]])
             listen(event)
 
-        self.fit(new, note, self.objective() if replay is not None else None, replay)
+        self.fit(new, record, self.objective() if replay is not None else None, replay)
         widened = F.pad(self.stored_logits, (0, len(task.classes)))[admission.kept]
-        self.stored_logits = torch.cat([widened, noted])
+        self.stored_logits = torch.cat([widened, recorded])
         self.memory.take(admission, task.train, len(task.classes), self.preprocess)
 
     def objective(self) -> DarkExperience:
-        """The loss with the memory as it is."""
+        """The loss with the current memory."""
         device = self.compute.device
         sizes = torch.tensor([len(classes) for classes in self.task_classes_])
-        then_known = sizes.cumsum(0).repeat_interleave(sizes).to(device)  # by class: how many its task's end knew
+        known_then = (
+            sizes.cumsum(0).repeat_interleave(sizes).to(device)
+        )  # by class: how many classes there were at the end of its task
         classes = self.memory.labels.to(device)
-        return DarkExperience(self.network, classes, self.stored_logits, then_known[classes], self.config)
+        return DarkExperience(self.network, classes, self.stored_logits, known_then[classes], self.config)
 
     def old_samples(self) -> Samples | None:
         """The stored images, labelled by their rows; None while there are none."""
@@ -130,25 +132,25 @@ class DERpp(NetworkMethod):
         return Samples(self.memory.pixels(self.preprocess, device), torch.arange(len(self.memory), device=device))
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """What the network says now of uint8 images."""
+        """The network's current logits of uint8 images."""
         network = self.network
         return self._logits(pixels, network.head_weight, network.head_bias, network.norms, *network.adapters.weights)
 
     def remove_class(self, task: int, own: int, number: int) -> None:
-        """Drop the class's row of the head, its images, and what others' logits said of it."""
+        """Drop the class's row of the head, its images, and its column of the stored logits."""
         super().remove_class(task, own, number)
         stayed = self.memory.remove(number)
         others = torch.arange(self.stored_logits.shape[1]) != number
         self.stored_logits = self.stored_logits[stayed][:, others.to(self.compute.device)]
 
     def state(self) -> State:
-        """The network, and what the stored images carry."""
+        """The network, and the keys and logits of the stored images."""
         found = super().state()
         carried = zip(CARRIED, (self.memory.keys, self.stored_logits), strict=True)
         return State(found.shared | dict(carried), found.tasks)
 
     def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         super().load_state(State({k: v for k, v in state.shared.items() if k not in CARRIED}, state.tasks))
         keys, logits = (state.shared[name] for name in CARRIED)
         self.memory.keys, self.stored_logits = keys.cpu(), logits.to(self.compute.device)

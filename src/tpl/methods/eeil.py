@@ -5,17 +5,17 @@ distillation from the network P as it was before,
 
     + sum_s |s| / |old| T^2 KL(softmax_s(P / T) || softmax_s(f / T)),   T = 2
 
-where softmax_s looks at the classes of task s alone.
+where softmax_s is over the classes of task s alone.
 2. Balanced fine-tuning of the whole network at a tenth of the rate, on the memory and as many images of each new class
 as it has of an old one. Now the teacher is the network at the end of the first training, and the new task is distilled
-like the others: what was learned of it must not be lost with the images left out.
+like the others, so that what was learned from the images left out is kept.
 
-Task by task is what the paper's separate classification layers come to. The weights |s| / |old| and the factor T^2 are
-those of the code of Lee et al. (ICCV 2019), which the method is usually measured with; the paper adds the terms up as
-they are, and they would drown the cross-entropy after twenty tasks.
-Adapted to adapters: the benchmark's rate and epochs, a step with as many remembered as new images, and in the second
-training a rate that falls along a cosine instead of in two steps. Left out: the paper's gradient noise and image
-augmentation, which no method here has (but see `augment`). The first task is plain training.
+The paper's separate classification layers amount to distillation task by task. The weights |s| / |old| and the factor
+T^2 are those of the code of Lee et al. (ICCV 2019), which the method is usually measured with; the paper adds the terms
+unweighted, and they would outweigh the cross-entropy after twenty tasks. Adapted to adapters: the benchmark's rate and
+epochs, a step with as many remembered as new images, and in the second training a rate that falls along a cosine
+instead of in two steps. Left out: the paper's gradient noise and image augmentation, which no method here has (but see
+`augment`). The first task is plain training.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EEIL(RehearsalMethod):
     config: EEILConfig
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train with the old network for a teacher; then balance, with the trained one for a teacher."""
+        """Train with the old network as teacher; then balance, with the trained one as teacher."""
         config, old = self.config, self.old_samples()
         tasks = class_slices([len(classes) for classes in (*self.task_classes_, task.classes)])
         new = self.grow(task, samples)

@@ -1,4 +1,4 @@
-"""Fine-tuning: train on each new task as if the old ones had never been. The lower bound."""
+"""Fine-tuning: train on each new task without any protection of the old ones. The lower bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tpl.methods.parts.network import NetworkMethod
 
 @register
 class FineTune(NetworkMethod):
-    """One network, trained on whatever task came last: it forgets."""
+    """One network, trained on the newest task alone: it forgets."""
 
     name = "finetune"
     summary = "plain fine-tuning on each new task; no protection, no memory (the lower bound)"

@@ -1,8 +1,8 @@
 """FOSTER: feature boosting and compression (Wang et al., ECCV 2022).
 
-Boosting: as in gradient boosting, a new extractor phi learns what the old network, frozen, leaves over. One classifier
-H reads old and new features side by side, a second one A the new features alone, and H keeps what the old network's
-classifier said of the old classes:
+Boosting: as in gradient boosting, a new extractor phi learns the residual of the old, frozen network. One classifier H
+takes old and new features, a second one A the new features alone, and H is distilled from the old network's classifier
+on the old classes:
 
     loss = CE(H([old | phi]) / w, y) + CE(A(phi), y) + KD(H's old classes, old network's answers; T = 2)
 
@@ -11,7 +11,7 @@ A class seen n times an epoch counts by its effective number of images. Dividing
     w_c = (1 - b) / (1 - b^n_c),  scaled to mean 1,   b = 0.96
 
 makes the many images of new classes weigh less against the few remembered ones. Compression: a single network that
-starts from the old one is then taught by both together, on the same images, with answers that favour old classes:
+starts from the old one is then distilled from both together, on the same images, with targets that favour old classes:
 
     p_c ~ softmax(teacher / T)_c * w_c (b = 0.97),     loss = - T^2 sum_c p_c log softmax(student / T)_c
 
@@ -20,11 +20,11 @@ It replaces the old network, so that the model never grows by more than head row
 What differs from public codes: one has the number of images a class written into it for one data set; here they are
 counted. There, n is how many images of a class lie in the one set of new and remembered images that an epoch runs
 through. Here half of every step is replayed, so n is how often an epoch shows the class: that is the imbalance which w
-is to undo, and weights made of the different images would turn it round. The compression has the factor T^2, which
+is to correct, and weights by the number of distinct images would reverse it. The compression has the factor T^2, which
 keeps its gradients as large as those of cross-entropy: public code does without, in 130 epochs at a rate of 0.1, but in
-a few epochs at a small rate the student then stays behind its teacher on the new classes. "Extractors" are adapters and
-layer norms over one frozen trunk, and both phases take the method's learning rate and schedule. The TPL paper's size of
-FOSTER suggests that its authors kept the expanded network; here it is compressed, as published.
+a few epochs at a small rate the student then falls short of its teacher on the new classes. "Extractors" are adapters
+and layer norms over one frozen trunk, and both phases take the method's learning rate and schedule. The TPL paper's
+size of FOSTER suggests that its authors kept the expanded network; here it is compressed, as published.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FOSTER(RehearsalMethod):
     config: FOSTERConfig
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Boost, compress, remember; the first task is plain training."""
+        """Boost, compress, store images; the first task is plain training."""
         old = self.old_samples()
         if not self.classes_:
             self.fit(self.grow(task, samples), listen)
@@ -104,7 +104,7 @@ class FOSTER(RehearsalMethod):
         return network.requires_grad_(False).eval()
 
     def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, listen: Listener) -> None:
-        """Teach the single network, whose head has grown, what both extractors say together."""
+        """Distil both extractors into the single network, whose head has grown."""
         config = self.config
         weights = effective_weights(times_seen(new, old, len(teacher.head_bias)), config.compression_beta)
         recipe = config.replace(epochs=max(1, round(config.compression * config.epochs)))
@@ -113,7 +113,7 @@ class FOSTER(RehearsalMethod):
 
 
 def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator) -> ExpandedNetwork:
-    """A network with a second extractor that starts as the one there is; this one stays as it is."""
+    """A copy of the network with a second extractor that starts from the first one."""
     twin = ExpandedNetwork(network.trunk[0], config, network.compute, generator)
     twin.restart(Extractor.of(network))
     twin.load_head(network.head_weight, network.head_bias)
@@ -122,9 +122,9 @@ def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator)
 
 
 def times_seen(new: Samples, old: Samples | None, classes: int) -> Tensor:
-    """How often an epoch shows each class: beside every new image, there is one out of the memory.
+    """How often an epoch shows each class: with every new image comes one of the memory.
 
-    Once at least, so that a class of which nothing is remembered does not weigh infinitely much.
+    At least 1, so that a class without stored images has a finite weight.
     """
     seen = new.labels.bincount(minlength=classes).double()
     if old is not None:
@@ -139,7 +139,7 @@ def effective_weights(counts: Tensor, beta: float) -> Tensor:
 
 
 class Boosting(CrossEntropy):
-    """What the expanded network is trained with."""
+    """The loss of the expanded network."""
 
     network: ExpandedNetwork
 
@@ -156,11 +156,11 @@ class Boosting(CrossEntropy):
         self.head = Head.new(len(network.head_bias), network, generator)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Balanced entropy, the new extractor's own, and distillation on the old classes."""
+        """Balanced cross-entropy, that of the new extractor alone, and distillation on the old classes."""
         z, dim, known = self.network.features(images), self.network.dim, len(self.old.head_bias)
         logits = self.network.logits(z)
-        told_before = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
-        kept = soft_cross_entropy(logits[:, :known], told_before, self.config.temperature)
+        taught = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
+        kept = soft_cross_entropy(logits[:, :known], taught, self.config.temperature)
         loss = F.cross_entropy(logits / self.weights, labels) + F.cross_entropy(self.head(z[:, dim:]), labels)
         return loss + self.config.keep * mean_of(kept, labels != IGNORED)
 
@@ -175,8 +175,8 @@ class Compression(CrossEntropy):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Balanced distillation on one batch."""
         with torch.no_grad():
-            told = self.teacher(images)
-        rows = balanced_distillation(self.network(images), told, self.weights, self.temperature)
+            taught = self.teacher(images)
+        rows = balanced_distillation(self.network(images), taught, self.weights, self.temperature)
         return mean_of(rows, labels != IGNORED)
 
 

@@ -3,7 +3,7 @@
 With `prev`, `new` and `seen` for the old, the new and all classes, T = 2:
 
 1. A specialist C: a copy of the network, trained on the new task's classes alone. On new images cross-entropy over
-`new`; on remembered ones KL(uniform || softmax_new(C)), so that it is not sure about what is none of its business.
+`new`; on remembered ones KL(uniform || softmax_new(C)), so that it is not confident about other classes.
 2. The network: cross-entropy over `seen`, on new and remembered images, and on all of them
 
     + |prev| / |seen| T^2 KL(softmax_prev(P / T) || softmax_prev(f / T))  (P: as it was before)
@@ -13,9 +13,9 @@ Global means: one softmax over all old classes, where EEIL has one for each task
 3. The same loss for the head alone, at a tenth of the rate. In the cross-entropy an image now weighs
 1 / (|seen| * its class's share of the images), so that all classes weigh the same.
 
-The paper's third teacher, an ensemble of P and C, is for unlabelled images from elsewhere, which no method here has.
-Adapted to adapters: the benchmark's rate and epochs, for the specialist too. A step has as many remembered as new
-images, so the shares behind the weights of (3) are those of what the steps show: weights by the number of images would
+The paper's third teacher, an ensemble of P and C, is for external unlabelled images, which no method here uses. Adapted
+to adapters: the benchmark's rate and epochs, for the specialist too. A step has as many remembered as new images, so
+the shares behind the weights of (3) are those of the images in the steps: weights by the number of stored images would
 favour the old classes, which replay shows more often already. The rate of (3) falls along a cosine, not in two steps.
 The first task is plain training.
 """
@@ -47,7 +47,7 @@ class GDConfig(BalancingConfig):
 
 
 class Specialist(CrossEntropy):
-    """Tells the classes from `first` on apart, and is unsure about images of others."""
+    """Cross-entropy over the classes from `first` on, and a uniform prediction for images of other classes."""
 
     def __init__(self, network: Network, first: int, confidence: float) -> None:
         super().__init__(network)
@@ -57,8 +57,8 @@ class Specialist(CrossEntropy):
         """Cross-entropy over the new classes on their images; KL(uniform || softmax) over them on the others."""
         log_p, mine = self.network(images)[:, self.first :].log_softmax(dim=1), labels >= self.first
         right = F.nll_loss(log_p, (labels - self.first).masked_fill(~mine, IGNORED), reduction="none")
-        sure = -log_p.mean(dim=1) - math.log(log_p.shape[1])
-        return mean_of(right, mine) + self.confidence * mean_of(sure, ~mine & (labels != IGNORED))
+        confident = -log_p.mean(dim=1) - math.log(log_p.shape[1])
+        return mean_of(right, mine) + self.confidence * mean_of(confident, ~mine & (labels != IGNORED))
 
 
 @register
@@ -107,4 +107,4 @@ def balancing_weights(new: Tensor, old: Tensor | None, classes: int) -> Tensor:
     """1 / (classes * share) of every class, by its share of the images shown: half new ones, half remembered ones."""
     shares = [labels.bincount(minlength=classes) / len(labels) for labels in (new, old) if labels is not None]
     share = torch.stack(shares).mean(dim=0)
-    return (1 / (classes * share)).masked_fill(share == 0, 0.0)  # a class that is never shown needs no weight
+    return (1 / (classes * share)).masked_fill(share == 0, 0.0)  # a class that is never shown has no weight

@@ -1,4 +1,4 @@
-"""HAL: replay, and one learned image per old class whose prediction a step must not move (Chaudhry et al., AAAI 2021).
+"""HAL: replay, and a learned image per old class whose prediction should not change (Chaudhry et al., AAAI 2021).
 
 Anchoring. With L the cross-entropy of new and replayed images, and a the anchors of old classes:
 
@@ -6,21 +6,21 @@ Anchoring. With L the cross-entropy of new and replayed images, and a the anchor
     theta <- theta - rate * (grad L + lambda * grad_ahead mean (f_ahead(a) - f_theta(a))^2)
 
 Anchors. When a task ends, each of its classes gets the image that would be forgotten most: one that the network
-theta knows, and that theta', the same network after an epoch on the memory of earlier tasks, does not:
+theta classifies well, and theta', the same network after an epoch on the memory of earlier tasks, does not:
 
     a = argmin CE(f_theta(a), y) - CE(f_theta'(a), y) + gamma * |z(a) - mean z|^2 / D
 
 z are the D features, and their mean over the task's images keeps the anchor among them. (The first task has no earlier
 one: there theta' is trained on the task's own stored images.)
 
-Traps of public codes that are avoided: with f_ahead(a) taken for a constant, the gradient at theta pulls the anchors'
-predictions towards where the step would carry them, so that it goes further instead of less far; here f_theta(a) is the
+Bugs of public codes that are avoided: with f_ahead(a) as a constant, the gradient at theta pulls the anchors'
+predictions towards where the step would move them, so that they change more instead of less; here f_theta(a) is the
 constant and the gradient is taken at the look-ahead weights (the derivative of `ahead` itself, a Hessian, is left out).
-The look-ahead touches neither the weights nor the optimiser's momentum. Fine-tuning on the memory is a real epoch, not
+The look-ahead changes neither the weights nor the optimiser's momentum. Fine-tuning on the memory is a real epoch, not
 one batch.
 
 Adapted: the mean feature is that of all the task's images under the finished network, not a running one over the last
-batches; the distance to it is divided by D, as features behind a layer norm are so long that it outweighs all else.
+batches; the distance to it is divided by D, as features after a layer norm are so long that it outweighs all else.
 Anchors are images (whole grey levels, saved with the model, on top of the memory's budget). They start as noise, as
 published, and move by steps of a given length whatever the gradient's, which is tiny on the pixels of a large image. A
 step looks at as many anchors as it has new images, all in turn: every task's steps then have the same shapes, which are
@@ -66,7 +66,7 @@ class HALConfig(RehearsalConfig):
 
 
 class Anchoring(CrossEntropy):
-    """Cross-entropy of new and replayed images, with gradients that leave the anchors' predictions alone."""
+    """Cross-entropy of new and replayed images, with gradients that keep the anchors' predictions."""
 
     def __init__(
         self, network: Network, anchors: Tensor, normalise: Callable[[Tensor], Tensor], config: HALConfig
@@ -74,12 +74,12 @@ class Anchoring(CrossEntropy):
         super().__init__(network)
         self.anchors, self.normalise = anchors, normalise
         self.weight, self.rate = config.anchor_weight, config.lr
-        self.turn = torch.arange(config.batch_size, device=anchors.device) % len(anchors)
+        self.rows = torch.arange(config.batch_size, device=anchors.device) % len(anchors)
         self.moving = {name: p for name, p in network.named_parameters() if p.requires_grad}
 
     def after_backward(self, progress: Tensor) -> None:
-        """Look ahead along the gradient, and add what brings the anchors' predictions back from there."""
-        images = self.normalise(self.anchors[self.turn])
+        """Look ahead along the gradient, and add the gradient that brings the anchors' predictions back from there."""
+        images = self.normalise(self.anchors[self.rows])
         with torch.no_grad():
             before = self.network(images)
             ahead = {name: p if p.grad is None else p - self.rate * p.grad for name, p in self.moving.items()}
@@ -91,8 +91,8 @@ class Anchoring(CrossEntropy):
             p.grad.add_(gradient)
 
     def after_step(self) -> None:
-        """On to the next anchors."""
-        self.turn.add_(len(self.turn)).remainder_(len(self.anchors))
+        """Move on to the next anchors."""
+        self.rows.add_(len(self.rows)).remainder_(len(self.anchors))
 
 
 def make_anchors(
@@ -104,7 +104,7 @@ def make_anchors(
     normalise: Callable[[Tensor], Tensor],
     config: HALConfig,
 ) -> Tensor:
-    """One uint8 image a class, from float pixels `start`, that `now` knows and `later` does not."""
+    """One uint8 image a class, from float pixels `start`, that `now` classifies well and `later` does not."""
     pixels = start
     for _ in range(config.anchor_steps):
         pixels = pixels.detach().requires_grad_()
@@ -122,7 +122,7 @@ def make_anchors(
 
 @register
 class HAL(RehearsalMethod):
-    """Replay that leaves the predictions of learned anchor images in place."""
+    """Replay that keeps the predictions of learned anchor images."""
 
     name = "hal"
     summary = "HAL: replay, and a learned anchor image per class whose prediction must not move"
@@ -140,7 +140,7 @@ class HAL(RehearsalMethod):
         self.anchors = torch.zeros(0, 3, *size, dtype=torch.uint8, device=compute.device)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train with replay and anchors; then remember some images, and make the new classes' anchors."""
+        """Train with replay and anchors; then store some images, and make the new classes' anchors."""
         new, old = self.grow(task, samples), self.old_samples()
         anchored = Anchoring(self.network, self.anchors, self.normalise, self.config) if len(self.anchors) else None
         self.fit(new, listen, anchored, old)
@@ -163,7 +163,7 @@ class HAL(RehearsalMethod):
         return torch.cat(made)
 
     def fine_tuned(self, memory: Samples | None) -> Network:
-        """A copy of the network that has seen the memory's images for one more epoch, and nothing else."""
+        """A copy of the network after one more epoch on the memory's images alone."""
         before = self.network.copy().state_dict()
         if memory is not None:
             self.fit(memory, silent, recipe=self.config.replace(epochs=1), name="hindsight")
@@ -182,6 +182,6 @@ class HAL(RehearsalMethod):
         return State(found.shared | {ANCHORS: self.anchors}, found.tasks)
 
     def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         super().load_state(State({k: v for k, v in state.shared.items() if k != ANCHORS}, state.tasks))
         self.anchors = state.shared[ANCHORS].to(self.compute.device)

@@ -1,10 +1,10 @@
 """HAT for class-incremental learning: task models under masks, and any OOD detector to choose among them.
 
-No replay: every task's head knows its own classes alone (Serra et al., 2018; the paper's HAT_CIL takes MSP). At test
-time each task's model scores the image, the best one names the class: t = argmax_j S_j(x), as raw as the scores are.
-`choice=calibrated` makes the scores comparable on stored images first, which the paper does not.
+No replay: every task's head has outputs for its own classes alone (Serra et al., 2018; the paper's HAT_CIL uses MSP).
+At test time each task's model scores the image, and the task with the largest raw score predicts the class:
+t = argmax_j S_j(x). `choice=calibrated` makes the scores comparable on stored images first, which the paper does not.
 
-The detector is one of the twelve post-hoc ones in `tpl.scores`; the way a task is trained is one of
+The detector is one of the twelve post-hoc ones in `tpl.scores`; the training technique is one of
 `tpl.methods.bank.techniques`. Together they are the paper's study of twenty detectors as task predictors.
 """
 
@@ -34,12 +34,12 @@ from tpl.store import under_prefix
 from tpl.stream import Task
 
 ALL = "all"
-SURE = 1 - 1e-9  # of the chosen task under a hard choice: the others keep a trace, so that logarithms stay finite
+CERTAIN = 1 - 1e-9  # probability of the chosen task under a hard choice: below 1, so that logarithms are finite
 
 
 @dataclass(frozen=True)
 class HATConfig(MemoryConfig):
-    """HAT's options: detector, training technique, and what there is a memory for."""
+    """HAT's options: detector, training technique, and what a memory is kept for."""
 
     memory: int = option(
         2000, "images kept where kNN, outliers or calibration need them, else none", minimum=0, group="memory"
@@ -78,7 +78,7 @@ class HATConfig(MemoryConfig):
 
     @property
     def memory_needed(self) -> str:
-        """What a memory is needed for, or nothing: then none is kept."""
+        """The reason why a memory is needed; empty where none is kept."""
         needs = {
             "score=knn compares with stored images": "knn" in self.fitted,
             f"technique={self.technique} trains against stored images": TECHNIQUES[self.technique].outliers,
@@ -96,7 +96,7 @@ class HATConfig(MemoryConfig):
 
 @register
 class HAT(BankMethod):
-    """Task models that never met each other's images, and a detector to choose among them."""
+    """Task models trained without other tasks' images, and a detector to choose among them."""
 
     name = "hat"
     summary = "task models under HAT masks without replay; an OOD detector (MSP) chooses the task"
@@ -112,35 +112,35 @@ class HAT(BankMethod):
         super().__init__(encoder, config, compute, seed, TECHNIQUES[config.technique])
         self.detectors_: list[dict[str, Score]] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
-        self._std = torch.tensor(encoder.data_config["std"], device=compute.device)  # not made inside a recording
+        self._std = torch.tensor(encoder.data_config["std"], device=compute.device)  # not made during graph capture
         self._perturbed = Inference(self._perturbed_logits, compute, self.normalise)
 
     @property
     def memory_budget(self) -> int:
-        """As many images as were allowed where they are needed, else none: HAT itself does without."""
+        """The `memory` option where stored images are needed, else 0: HAT itself needs none."""
         return self.config.memory if self.config.memory_needed else 0
 
     def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
-        """The task's own classes; stored images come beside them only where the technique wants outliers."""
+        """Train the task's own classes; with stored images only where the technique needs outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
         return self.new_job(samples, outliers, own, own, listen)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
-        """Stored images; before there are any, some of the task's own put out of joint, if so wanted.
+        """Stored images; before there are any, images of the task itself with swapped quarters, if so configured.
 
-        A first task that was never shown an outlier is surer of everything than later ones, and raw scores choose it.
+        A first task trained without outliers is more confident than later ones, and would win by raw scores.
         """
         stored = self.replay_samples(label)
         if stored is not None or self.config.first_outliers == "none" or not self.bank.technique.swaps_quarters:
             return stored
         generator = self.generator("first outliers")
-        some = torch.randperm(len(samples), generator=generator)[: self.config.memory].to(samples.pixels.device)
-        pixels = swapped_quarters(samples.pixels[some], generator).to(self.compute.device)
+        chosen = torch.randperm(len(samples), generator=generator)[: self.config.memory].to(samples.pixels.device)
+        pixels = swapped_quarters(samples.pixels[chosen], generator).to(self.compute.device)
         return Samples(pixels, torch.full((len(pixels),), label, device=self.compute.device))
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Fit the detectors while the task's images are here."""
+        """Fit the detectors to the task's images, and store some of these."""
         outputs = self.outputs_of_newest(samples)
         self.detectors_.append({
             name: self._detector(name, len(self.bank.tasks) - 1).fit_features(*outputs, samples.labels)
@@ -166,50 +166,50 @@ class HAT(BankMethod):
                 self.calibration_ = calibrate_together(self.task_scores(self.memory_outputs_), tasks, shares)
 
     def rescore(self, **changes: Any) -> None:
-        """Choose another of the fitted detectors, or another choice; nothing is trained anew."""
+        """Switch to another of the fitted detectors or another `choice`, without training."""
         fixed = [name for name in changes if name not in ("score", "choice")]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
-        # Whatever the choice, later tasks go on as before: the same detectors are fitted, images are kept or not.
+        # Later tasks are learned as before: the same detectors are fitted, images are stored or not.
         also = ALL if self.config.also == ALL else ",".join(self.config.fitted)
         config = self.config.replace(**({"also": also, "store": self.memory_budget > 0} | changes))
         if config.memory_needed and not self.memory_budget:
             raise TplError(f"{config.memory_needed}, and this model has none; store=true would have kept some.")
         if self.detectors_ and config.score not in self.detectors_[0]:
             raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
-        seen_otherwise = self._perturbs(config.score) != self._perturbs(self.config.score)
+        other_outputs = self._perturbs(config.score) != self._perturbs(self.config.score)
         self.config, self._held_scores = config, None
-        if seen_otherwise:
+        if other_outputs:
             self.memory_outputs_ = self.outputs(self.memory.pixels(self.preprocess, self.compute.device))
         self._use_memory(self.task_classes_)
 
-    # Answers
+    # Inference
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
-        """Every task's detector, raw, `[n, tasks]`."""
+        """Raw scores of every task's detector, `[n, tasks]`."""
         pairs = zip(self.detectors_, outputs, strict=True)
         return torch.stack([found[self.config.score].score_features(*seen) for found, seen in pairs], dim=1)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
-        """The class within the task, times the choice of the task."""
+        """Class probabilities within each task, times the probability of the task."""
         scores = self.task_scores(outputs) if scores is None else scores
         if self.calibration_ is not None:
             tasks = (scores * self.calibration_[0] + self.calibration_[1]).log_softmax(dim=1)
         else:
             chosen = F.one_hot(scores.argmax(dim=1), scores.shape[1]).double()
-            tasks = (SURE * chosen + (1 - SURE) / scores.shape[1]).log()
+            tasks = (CERTAIN * chosen + (1 - CERTAIN) / scores.shape[1]).log()
         owner = task_of_class(self.task_classes_).to(scores.device)
         return (within_tasks(outputs) + tasks[:, owner]).log_softmax(dim=1)
 
     def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
-        """The detector's score; ODIN's needs the image, so the largest softmax stands in for it."""
+        """The detector's score; ODIN's needs the image, so the maximum softmax is used instead."""
         if self._perturbs(self.config.score):
             return outputs.logits.double().softmax(dim=1).amax(dim=1)
         return self.detectors_[task][self.config.score].score_features(*outputs)
 
-    # ODIN looks at another image
+    # ODIN: a query with a perturbed image
 
     @staticmethod
     def _perturbs(score: str) -> bool:
@@ -217,26 +217,26 @@ class HAT(BankMethod):
 
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """Features and logits; for ODIN, the logits of the perturbed image in place of features."""
-        answers = super().query(pixels, queries)
+        outputs = super().query(pixels, queries)
         if not self._perturbs(self.config.score):
-            return answers
+            return outputs
         for i, (task, rows) in enumerate(queries):
-            asked, model = pixels if rows is None else pixels[rows.to(pixels.device)], self.bank.tasks[task]
-            moved = self._perturbed(asked, *model.own_head(), model.norms, *self.bank.weights(task))
-            answers[i] = Outputs(moved, answers[i].logits)
-        return answers
+            images, model = pixels if rows is None else pixels[rows.to(pixels.device)], self.bank.tasks[task]
+            perturbed = self._perturbed(images, *model.own_head(), model.norms, *self.bank.weights(task))
+            outputs[i] = Outputs(perturbed, outputs[i].logits)
+        return outputs
 
     def _perturbed_logits(self, images: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
-        """Logits of normalised images moved so that the predicted class becomes likelier."""
+        """Logits of normalised images, perturbed so that the predicted class becomes likelier."""
         odin = Odin()
 
         def logits(batch: Tensor) -> Tensor:
             return F.linear(self.encoder(batch, norms, rest, dtype=self.compute.dtype), weight, bias)
 
         with torch.enable_grad():
-            asked = images.detach().requires_grad_()
-            answer = logits(asked) / odin.temperature
-            (gradient,) = torch.autograd.grad(F.cross_entropy(answer, answer.argmax(dim=1), reduction="sum"), asked)
+            inputs = images.detach().requires_grad_()
+            clean = logits(inputs) / odin.temperature
+            (gradient,) = torch.autograd.grad(F.cross_entropy(clean, clean.argmax(dim=1), reduction="sum"), inputs)
         return logits(perturb(images, gradient, odin.epsilon, self._std)).detach()
 
     # Storage
@@ -246,12 +246,12 @@ class HAT(BankMethod):
         return {} if self.calibration_ is None else {"calibration": self.calibration_}
 
     def task_state(self, task: int) -> dict[str, Tensor]:
-        """What each detector has learned."""
+        """The state of each detector."""
         found = self.detectors_[task].items()
         return {f"score.{name}.{k}": v for name, detector in found for k, v in detector.state().items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Detectors and calibration back."""
+        """Restore detectors and calibration."""
         self.detectors_ = [
             {
                 name: self._detector(name, t).load_state(under_prefix(f"score.{name}.", own))

@@ -1,19 +1,19 @@
 """iCaRL: binary distillation for the features, the nearest mean of remembered images for the answer.
 
-Features. Every class has a sigmoid of its own. A new class's output is asked for 1 on its own images and 0 on all
-others; an old class's output is asked for what the network before this task said, on new and remembered images alike:
+Features. Every class has a sigmoid of its own. The target of a new class's output is 1 on its own images and 0 on all
+others; that of an old class's output is the old network's output, on new and remembered images alike:
 
     loss = mean over images of sum_c BCE(sigmoid(f_c), t_c),   t_c = sigmoid(old f_c) for old c, [y = c] for new c
 
 Memory. Images are chosen by herding: one by one, such that the mean of the chosen stays closest to the class's mean.
 
-Answer. The head is not asked. A class is its remembered images: mu_c is the mean of their features, each of length 1,
-brought to length 1 again. An image belongs to the class with the nearest mu_c; the probabilities are
+Prediction. The head is not used. A class is represented by its remembered images: mu_c is the mean of their features,
+each of length 1, normalised to length 1 again. The class with the nearest mu_c is predicted; the probabilities are
 softmax(-|z - mu_c|^2). They rank the classes, and are flat: distances between unit vectors differ little.
 
-Traps avoided: some public codes train with softmax instead, which makes another method of it, or average the loss over
-the classes too, so that it fades as classes come (the paper adds it up). Means follow the network and the memory after
-every task; herding never takes an image twice.
+Differences from public codes: some train with a softmax, which is another method, or average the loss over the classes
+too, so that it shrinks as classes are added (the paper adds it up). Here means are recomputed after every task, and
+herding never takes an image twice.
 Adapted to adapters: rate and epochs are the benchmark's, not a ResNet's; a step has as many remembered as new images,
 where the paper shuffles both together.
 """
@@ -51,12 +51,12 @@ class ICaRLConfig(RehearsalConfig):
 
 
 class BinaryDistillation(CrossEntropy):
-    """One sigmoid a class: new classes learn from labels, old ones from the network as it was."""
+    """One sigmoid a class: new classes are trained on labels, old ones on the old network's outputs."""
 
     def __init__(self, network: Network, teacher: Network | None) -> None:
         super().__init__(network)
         self.teacher = teacher
-        self.numbers = torch.arange(len(network.head_bias), device=network.head_bias.device)
+        self.classes = torch.arange(len(network.head_bias), device=network.head_bias.device)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Binary cross-entropies, added up over classes; the mean over the rows that count."""
@@ -67,9 +67,9 @@ class BinaryDistillation(CrossEntropy):
         return mean_of(rows.sum(dim=1), labels != IGNORED)
 
     def targets(self, labels: Tensor, before: Tensor | None) -> Tensor:
-        """What every output is asked for, given the old network's logits `before`, if there was one."""
-        wanted = (labels.unsqueeze(1) == self.numbers).float()
-        return wanted if before is None else torch.cat([before.sigmoid(), wanted[:, before.shape[1] :]], dim=1)
+        """The target of every output, given the old network's logits `before`, if there is one."""
+        target = (labels.unsqueeze(1) == self.classes).float()
+        return target if before is None else torch.cat([before.sigmoid(), target[:, before.shape[1] :]], dim=1)
 
 
 @register
@@ -92,12 +92,12 @@ class ICaRL(RehearsalMethod):
         self.means_ = torch.zeros(0, encoder.dim, dtype=torch.float64, device=compute.device)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train with the network as it was for a teacher, choose exemplars, and take their means."""
+        """Train with the old network as teacher, choose exemplars, and compute their means."""
         classes = len(self.classes_) + len(task.classes)
         if self.memory.budget < classes:
             raise TplError(
-                f"iCaRL answers by remembered images and needs one of every class: {classes} classes do not fit into a "
-                f"memory of {self.memory.budget}. Raise --memory."
+                f"iCaRL predicts by remembered images and needs one of every class: {classes} classes do not fit into "
+                f"a memory of {self.memory.budget}. Raise --memory."
             )
         teacher = self.network.copy() if self.classes_ else None
         new = self.grow(task, samples)
@@ -119,7 +119,7 @@ class ICaRL(RehearsalMethod):
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The mean of each class's features of unit length, brought to unit length, `[classes, dim]`, float64."""
+    """The normalised mean of each class's normalised features, `[classes, dim]`, float64."""
     z = F.normalize(features.double(), dim=1)
     member = (labels.unsqueeze(1) == torch.arange(classes, device=labels.device)).double()
     return F.normalize(member.mT @ z / member.sum(dim=0).unsqueeze(1), dim=1)

@@ -1,6 +1,6 @@
-"""Joint training (Non-CL): at every stage a fresh network on all data so far. The upper bound.
+"""Joint training (Non-CL): at every stage a new network is trained on all data so far. The upper bound.
 
-Its accuracy at each stage is what the paper's rectified forgetting rate compares with.
+The paper's rectified forgetting rate compares with its accuracy at each stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tpl.stream import Task
 
 @register
 class Joint(NetworkMethod):
-    """One network trained on all classes at once, anew at every stage. Needs all data."""
+    """One network trained on all classes at once, from scratch at every stage. Needs all data."""
 
     name = "joint"
     summary = "joint training on all data so far, anew at every stage (the upper bound, Non-CL)"
@@ -24,6 +24,6 @@ class Joint(NetworkMethod):
     cumulative = True
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Forget everything and train on the union of all tasks."""
+        """Start with a new network and train on the union of all tasks."""
         self.network = self.new_network()
         super().learn_task(task, samples, listen)

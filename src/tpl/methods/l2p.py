@@ -1,22 +1,23 @@
-"""L2P: a pool of prompts, of which each image asks for its own, in front of a frozen encoder (Wang et al., CVPR 2022).
+"""L2P: a pool of prompts, from which each image selects its own, for a frozen encoder (Wang et al., CVPR 2022).
 
 The pool has M prompts, each a few tokens long, with a key k_m each. The frozen encoder's features q(x) of an image are
-its query. The N prompts with the keys most similar to it are put beside the image's own tokens, pass through the frozen
-encoder once more, and a linear head reads the mean of what became of them:
+its query. The N prompts with the keys most similar to it are added to the image's own tokens in a second pass through
+the frozen encoder, and a linear head takes the mean of their outputs:
 
     chosen(x) = the N largest of cos(q(x), k_m)
     loss      = cross-entropy over the new task's classes - pull * (sum of cos(q(x), k_m) over chosen(x))
 
-Prompts are shared by all tasks and hardly move for images that do not ask for them; there is no replay. Old classes
-take no part in a new task's softmax: else its images would only teach to never name them. Answers compare all classes.
+Prompts are shared by all tasks and change little by images that do not select them; there is no replay. Old classes
+take no part in a new task's softmax: else its images would only teach never to predict them. Inference compares all
+classes.
 
-Public codes let a whole batch vote for one set of prompts, in tests as well: a batch of one task then tells which task
-it is, and users saw accuracy fall by ten points when images came one by one. Here every image chooses for itself, in
-training and in answering, as the paper's text has it.
+Public codes select one set of prompts by a vote of the whole batch, in tests as well: a batch of one task then reveals
+the task, and users saw accuracy fall by ten points when images came one by one. Here every image selects its own, in
+training and at inference, as described in the paper.
 
 There are no adapters, as published. Trained by Adam, as published (SGD at the usual rates does not move prompts):
-`momentum` is its first beta, and a benchmark's learning rate, which is meant for SGD, is not taken over: `lr` stays at
-its own default unless it is given. Each image takes two passes through the encoder.
+`momentum` is its first beta, and a benchmark's learning rate, which is meant for SGD, is not used: `lr` keeps its own
+default unless it is given. Each image takes two passes through the encoder.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def choose(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class PromptLoss(Loss):
-    """Cross-entropy over the newest classes, and keys drawn towards their queries."""
+    """Cross-entropy over the newest classes, and keys pulled towards their queries."""
 
     def __init__(self, method: L2P, old: int) -> None:
         self.method, self.old = method, old
@@ -90,7 +91,7 @@ class PromptLoss(Loss):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch, labelled by number within the task."""
         pool = self.method.pool
-        features, similarity = self.method.look(images, pool.keys, pool.prompts)
+        features, similarity = self.method.prompted_features(images, pool.keys, pool.prompts)
         logits = F.linear(features, pool.head_weight[self.old :], pool.head_bias[self.old :])
         counted = (labels != IGNORED).float()
         similar = (similarity.sum(dim=1) * counted).sum() / counted.sum()
@@ -116,23 +117,25 @@ class L2P(Method):
         self.norms = self.encoder.new_norms()
         self.pool = self.new_pool()
         self._logits = Inference(
-            lambda images, keys, prompts, head, bias: F.linear(self.look(images, keys, prompts)[0], head, bias),
+            lambda images, keys, prompts, head, bias: F.linear(
+                self.prompted_features(images, keys, prompts)[0], head, bias
+            ),
             compute,
             self.normalise,
         )
 
     def new_pool(self) -> Pool:
-        """A pool that knows no class yet."""
+        """A pool and a head without classes."""
         pool = Pool(self.encoder.dim, self.config, self.generator("prompts", task=0))
         return pool.to(self.compute.device)
 
-    def look(self, images: Tensor, keys: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of normalised images seen with the prompts each chooses, and its similarity to their keys."""
+    def prompted_features(self, images: Tensor, keys: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of normalised images with the prompts that each selects, and their similarities to the keys."""
         dtype = self.compute.dtype
         with torch.no_grad():
             queries = self.encoder(images, self.norms, dtype=dtype)
         similarity, numbers = choose(queries, keys, self.config.chosen)
-        # As a product, not by index: gradients of a prompt that many images chose add up in one order, always.
+        # A product, not an index: gradients of a prompt that many images select are then summed in a fixed order.
         picked = (numbers.unsqueeze(2) == torch.arange(len(keys), device=keys.device)).to(prompts)
         own = (picked @ prompts.flatten(1)).unflatten(2, prompts.shape[1:]).flatten(1, 2)
         return prompted(as_vit(self.encoder), images, self.norms, own, dtype), similarity

@@ -1,13 +1,13 @@
 """MORE: a multi-head model with replayed images as each task's out-of-distribution class (Kim et al., CoLLAs 2022).
 
-Tasks are trained as TPL's are. After each task the heads of all earlier ones are trained on: on the memory and as many
-images of the new task, with everything that is not a head's own as `others` (back-update). An answer is the softmax
-of a head over its classes and `others`, times how close the feature is to the nearest class mean:
+Tasks are trained like TPL's. After each task the heads of all earlier ones are trained further on the memory and as
+many images of the new task, all other tasks' images labelled `others` (back-update). A prediction is the softmax of a
+head over its classes and `others`, times the closeness of the feature to the nearest class mean:
 
     P(class c of task j | x) ~ softmax(f_j(x) / 2)_c * max_c 20 / d_M(z_j, mu_c)
 
-The public code takes the features of every head from the first task's mask when it updates them; here head j sees the
-features of mask j. Its heads are trained by a fresh optimiser for every batch, so without momentum, as here by default.
+The public code updates every head on the features of the first task's mask; here head j gets the features of mask j.
+It creates a new optimiser for every batch, which amounts to no momentum, the default here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
 from tpl.methods.bank.distance import TaskCentres
-from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_group, head_with_others
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -50,7 +50,7 @@ class MOREConfig(MemoryConfig):
 
 @register
 class MORE(BankMethod):
-    """Heads with a class for others, kept up to date, times a Mahalanobis distance."""
+    """Heads with a class for others, updated after every task, times a Mahalanobis distance."""
 
     name = "more"
     summary = "task models under HAT masks with replay as an OOD class, heads updated back, times MD"
@@ -68,7 +68,7 @@ class MORE(BankMethod):
         self.heads_: list[Heads] = []  # a task's own classes, then others
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Keep the task's statistics, train the earlier heads on while its images are here, then fill the memory."""
+        """Fit the task's statistics, update the earlier heads with its images, then store some of them."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
         self.centres_.add(outputs, samples.labels)
@@ -80,58 +80,51 @@ class MORE(BankMethod):
     def _update_back(self, newest: int, samples: Samples) -> None:
         """Train every earlier head on the memory and as many images of the new task."""
         config, generator = self.config, self.generator("back-update", newest)
-        some = torch.randperm(len(samples), generator=generator)[: max(len(self.memory), 1)]
-        fresh = samples.pixels[some.to(samples.pixels.device)]
+        chosen = torch.randperm(len(samples), generator=generator)[: max(len(self.memory), 1)]
+        fresh = samples.pixels[chosen.to(samples.pixels.device)]
         owner, labels = self.remembered()
         for group in alike(self.heads_[:newest]):
-            features, wanted = [], []
+            features, targets = [], []
             for t in group:
                 others = self.bank.tasks[t].own
                 features.append(torch.cat([self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]))
                 own = torch.where(owner == t, labels, others)
-                wanted.append(torch.cat([own, torch.full((len(fresh),), others, device=own.device)]))
-            data, truth = torch.stack(features), torch.stack(wanted)
+                targets.append(torch.cat([own, torch.full((len(fresh),), others, device=own.device)]))
+            data, truth = torch.stack(features), torch.stack(targets)
             epochs = [
                 epoch_of([data.shape[1]], data.shape[1], config.back_update_batch, generator).expand(-1, len(group), -1)
                 for _ in range(config.back_update_epochs)
             ]
-            start = joined([self.heads_[t] for t in group])
-            trained = fit_heads(
-                start, data, truth, torch.cat(epochs), config.back_update_lr, config.back_update_momentum
-            )
-            for t, head in zip(group, trained.apart(), strict=True):
-                self.heads_[t] = head
+            rate, momentum = config.back_update_lr, config.back_update_momentum
+            fit_group(self.heads_, group, data, truth, torch.cat(epochs), rate, momentum)
 
     def _within(self, outputs: list[Outputs]) -> list[Tensor]:
-        """softmax(f / T) of every head over its classes and others, own classes kept."""
-        answers = []
-        for t, (head, seen) in enumerate(zip(self.heads_, outputs, strict=True)):
-            probabilities = (head.logits(seen.features.unsqueeze(0))[0] / self.config.temperature).softmax(dim=1)
-            answers.append(probabilities[:, : self.bank.tasks[t].own])
-        return answers
+        """softmax(f / T) of every head over its classes and others; the columns of its own classes."""
+        rows = zip(self.heads_, outputs, self.bank.tasks, strict=True)
+        return [head.own_probabilities(seen.features, task.own, self.config.temperature) for head, seen, task in rows]
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
-        """The largest answer of each task."""
+        """The largest class score of each task."""
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)
         return best * DISTANCE_SCALE * self.centres_.closeness(outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
-        """Every head's answers times the task's closeness, scaled to add up."""
+        """Every head's probabilities times the task's closeness, normalised."""
         closeness = DISTANCE_SCALE * self.centres_.closeness(outputs)
         raw = [within * closeness[:, t : t + 1] for t, within in enumerate(self._within(outputs))]
         return torch.cat(raw, dim=1).clamp_min(1e-300).log().log_softmax(dim=1)
 
     def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
-        """How close the feature is to the task's nearest class: no later task changes it."""
+        """Closeness of the feature to the task's nearest class, which no later task changes."""
         return self.centres_[task].score_features(*outputs)
 
     def task_state(self, task: int) -> dict[str, Tensor]:
-        """The head as it is now, and the statistics."""
+        """The current head, and the statistics."""
         return self.centres_.state(task) | {f"head.{k}": v for k, v in self.heads_[task]._asdict().items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Heads and statistics back."""
+        """Restore heads and statistics."""
         self.centres_.load_state(tasks)
         self.heads_ = [Heads(**under_prefix("head.", own)) for own in tasks]

@@ -1,11 +1,11 @@
-"""OWM: weights move only where old tasks' inputs do not reach (Zeng et al., Nature Machine Intelligence 2019).
+"""OWM: weights change only orthogonally to old tasks' inputs (Zeng et al., Nature Machine Intelligence 2019).
 
 Every linear layer has a projector P, the identity at first. While a task is learned, the gradient G of the layer's
-weights becomes G P. After the task, P takes up the mean input r of every batch of it, one after the other:
+weights becomes G P. After the task, P is updated with the mean input r of every batch of it, one after the other:
 
     k = P r,   P <- P - k k^T / (alpha + r^T k),   that is   P = (I + sum of r r^T / alpha)^-1
 
-So directions that old inputs had are blocked, G P r being nearly 0, and what the layer said of them stays. Within a
+So directions of old inputs are blocked, G P r being nearly 0, and the layer's output for them is kept. Within a
 task alpha goes from 1 to the option `alpha`, step by step over its shuffled batches, as published. No replay.
 
 How strong a given alpha is depends on the squared length of inputs, and on how many batches come: each blocks one more
@@ -16,9 +16,9 @@ Adapted to adapters: both layers of each adapter and the head have projectors; r
 bias is one more weight with an input of 1, protected with the others. The layer norms have no projector, so they are
 left as they are (`train_norms=true` trains them, unprotected).
 
-Traps avoided: the public code moves P in every step of the task being learned, which blocks that task's own inputs; it
-chooses its best model by test accuracy; weight decay would move weights past the projector and is refused. Momentum is
-made of projected gradients only, and starts anew with each task. P is float64 and stays symmetric to the bit.
+Differences from the public code: it updates P in every step of the task being learned, which blocks that task's own
+inputs, and chooses its best model by test accuracy. Weight decay would bypass the projector and is refused. Momentum
+is made of projected gradients only, and starts from zero with each task. P is float64 and stays symmetric to the bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tpl.nets.encoder import adapter_inputs
 from tpl.store import State
 from tpl.stream import Task
 
-BATCHES = 16  # looked at together, so that blocks of images are well filled
+BATCHES = 16  # computed at a time, so that blocks of images are well filled
 PREFIX = "projector."
 
 
@@ -77,7 +77,7 @@ class Layer(NamedTuple):
 
 
 def adapters_of(network: Network) -> Adapters:
-    """The adapters, by their own names."""
+    """The network's adapters, with their type."""
     assert isinstance(network.adapters, Adapters)
     return network.adapters
 
@@ -92,7 +92,7 @@ def layers_of(network: Network) -> dict[str, Layer]:
     }
 
 
-def take_up(projector: Tensor, inputs: Tensor, alpha: float) -> Tensor:
+def update_projector(projector: Tensor, inputs: Tensor, alpha: float) -> Tensor:
     """The projector `[..., in + 1, in + 1]` after mean inputs `[batches, ..., in]`, one after the other."""
     for number, mean in enumerate(F.pad(inputs, (0, 1), value=1.0), start=1):  # the bias's input is 1
         gain = (projector @ mean.unsqueeze(-1)).squeeze(-1)
@@ -112,7 +112,7 @@ class ProjectedCrossEntropy(CrossEntropy):
         self.clip = clip
 
     def after_backward(self, progress: Tensor) -> None:
-        """Take out of every gradient what would change the answer to old inputs."""
+        """Remove from every gradient what would change the output for old inputs."""
         for (weight, bias), projector in self.pairs:
             assert weight.grad is not None and bias.grad is not None
             free = torch.cat([weight.grad, bias.grad.unsqueeze(-1)], dim=-1) @ projector
@@ -148,7 +148,7 @@ class OWM(NetworkMethod):
         )
 
     def new_projectors(self, weight: Tensor) -> Tensor:
-        """Projectors that let everything through, for layers with such weights."""
+        """Identity projectors for layers with weights of this shape."""
         *stack, _, inputs = weight.shape
         identity = torch.eye(inputs + 1, dtype=torch.float64, device=weight.device)
         return identity.expand(*stack, -1, -1).clone()
@@ -160,7 +160,7 @@ class OWM(NetworkMethod):
         means = self.mean_inputs(samples.pixels)
         for name, inputs in means.items():
             alpha = self.config.alpha_head if name == "head" else self.config.alpha
-            self.projectors[name] = take_up(self.projectors[name], inputs, alpha)
+            self.projectors[name] = update_projector(self.projectors[name], inputs, alpha)
 
     def mean_inputs(self, pixels: Tensor) -> dict[str, Tensor]:
         """The mean input of every layer in every batch of a shuffled pass, `[batches, ..., in]`, float64."""
@@ -183,7 +183,7 @@ class OWM(NetworkMethod):
         return State(network.shared | {PREFIX + name: p for name, p in self.projectors.items()}, network.tasks)
 
     def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         shared, device = state.shared, self.compute.device
         super().load_state(State({k: v for k, v in shared.items() if not k.startswith(PREFIX)}, state.tasks))
         self.projectors = {name: shared[PREFIX + name].to(device) for name in layers_of(self.network)}

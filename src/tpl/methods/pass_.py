@@ -1,17 +1,17 @@
 """PASS: prototypes with noise stand in for old classes, and rotations make features that last (Zhu et al., CVPR 2021).
 
-Each image is seen in four rotations, and class y turned by k quarters is a class of its own, 4y + k. So the network
-learns more of an image than the first classes ask for. Old classes are kept as the mean feature mu_c of each. With z
+Each image is shown in four rotations, and class y rotated by k times 90 degrees is a class of its own, 4y + k. So the
+network learns more features than the first classes need. Of each old class the mean feature mu_c is stored. With z
 the features, z_old those of the network before the task, and u = logits / temperature, a step's loss is
 
     CE(u(z), 4y + k)  +  prototypes * CE(u(mu_c + r e), 4c)  +  distill * ||z - z_old|| / ||z_old||
 
 over the rotated batch, as many drawn old classes c as images, and noise e from N(0, 1). The size r of the noise is the
-root mean variance of the first task's features around their class means, once and for all. The last term has norms of
-the whole batch, not a mean over images. Answers come from the upright classes 4c alone. No replay of images.
+root mean variance of the first task's features around their class means, fixed after it. The last term has norms of
+the whole batch, not a mean over images. Inference uses the unrotated classes 4c alone. No replay of images.
 
 Adapted to adapters: they, the layer norms and the head are trained by the toolkit's SGD, where the paper has Adam at
-0.001. Adam does not mind how large gradients are, SGD does: at the published temperature 0.1 and prototype weight 10,
+0.001. Adam is invariant to the size of gradients, SGD is not: at the published temperature 0.1 and prototype weight 10,
 steps are a hundred times too long, so both defaults are 1 (chosen on held-out digits). The distance of features is
 divided by their length: its slope does not fade as the distance does, so its weight has to fit the scale of features
 and the size of a batch, and a ViT's features are 40 to 60 long (measured by the distance itself, ViT-tiny's steps
@@ -37,7 +37,7 @@ from tpl.nets import Encoder
 from tpl.scores.mahalanobis import class_means
 from tpl.stream import Task
 
-TURNS = 4  # quarters of a full turn
+ROTATIONS = 4  # by 0, 90, 180 and 270 degrees
 NEAREST_0, NEAREST_1 = 2.0**-25, 1 - 2.0**-24  # a normal number is infinite at 0 and 1
 
 
@@ -57,17 +57,17 @@ class PASSConfig(NetworkConfig):
 
 
 def rotated(images: Tensor) -> Tensor:
-    """All images upright, then all turned by one quarter, two and three: `[4 n, 3, size, size]`."""
-    return torch.cat([torch.rot90(images, turns, (2, 3)) for turns in range(TURNS)])
+    """All images, then all rotated by 90, 180 and 270 degrees: `[4 n, 3, size, size]`."""
+    return torch.cat([torch.rot90(images, k, (2, 3)) for k in range(ROTATIONS)])
 
 
 def rotated_labels(labels: Tensor) -> Tensor:
-    """The labels 4y + k of `rotated` images; rows that do not count still do not."""
-    return torch.cat([torch.where(labels == IGNORED, IGNORED, TURNS * labels + turns) for turns in range(TURNS)])
+    """The labels 4y + k of `rotated` images; ignored rows stay ignored."""
+    return torch.cat([torch.where(labels == IGNORED, IGNORED, ROTATIONS * labels + k) for k in range(ROTATIONS)])
 
 
 def noisy(prototypes: Tensor, radius: Tensor, draws: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`count` of the prototypes by lot, with noise, and their numbers; made of `count * (1 + dim)` uniform draws."""
+    """`count` random prototypes with noise, and their numbers, from `count * (1 + dim)` uniform draws."""
     which, uniform = draws[:count], draws[count:].view(count, -1)
     numbers = (which * len(prototypes)).long().clamp_max(len(prototypes) - 1)
     return prototypes[numbers] + radius * torch.special.ndtri(uniform.clamp(NEAREST_0, NEAREST_1)), numbers
@@ -93,17 +93,17 @@ class PassLoss(CrossEntropy):
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
         """The loss of one batch."""
         network, config = self.network, self.config
-        turned, targets = rotated(images), rotated_labels(labels[0])
-        z = network.features(turned)
+        images, targets = rotated(images), rotated_labels(labels[0])
+        z = network.features(images)
         loss = F.cross_entropy(network.logits(z) / config.temperature, targets)
         if self.teacher is not None:
             with torch.no_grad():
-                before = self.teacher.features(turned)
+                before = self.teacher.features(images)
             counted = (targets != IGNORED).unsqueeze(1)
             moved = torch.linalg.vector_norm((z - before) * counted) / torch.linalg.vector_norm(before * counted)
             old, numbers = noisy(self.prototypes, self.radius, draws[0], config.batch_size)
-            recalled = F.cross_entropy(network.logits(old) / config.temperature, TURNS * numbers)
-            loss = loss + config.prototypes * recalled + config.distill * moved
+            replayed = F.cross_entropy(network.logits(old) / config.temperature, ROTATIONS * numbers)
+            loss = loss + config.prototypes * replayed + config.distill * moved
         return loss.unsqueeze(0)
 
 
@@ -128,7 +128,7 @@ class PASS(NetworkMethod):
         self.radius = torch.zeros((), dtype=torch.float64, device=compute.device)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Train on rotations of the new classes and on noise around the old; then take up the new prototypes."""
+        """Train on rotations of the new classes and on noisy old prototypes; then add the new prototypes."""
         teacher = self.network.copy() if len(self.prototypes) else None
         own = self.grow(task, samples)
         objective = PassLoss(self.network, teacher, self)
@@ -141,21 +141,21 @@ class PASS(NetworkMethod):
 
     def grow(self, task: Task, samples: Samples) -> Samples:
         """Add four rows a class to the head."""
-        self.network.grow(TURNS * len(task.classes), self.generator("head"))
+        self.network.grow(ROTATIONS * len(task.classes), self.generator("head"))
         return Samples(samples.pixels, samples.labels + len(self.classes_))
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """Softmax over the upright classes."""
+        """Softmax over the unrotated classes."""
         network = self.network
-        upright = network.head_weight[::TURNS], network.head_bias[::TURNS]
-        logits = self._logits(pixels, *upright, network.norms, *network.adapters.weights)
+        unrotated = network.head_weight[::ROTATIONS], network.head_bias[::ROTATIONS]
+        logits = self._logits(pixels, *unrotated, network.norms, *network.adapters.weights)
         return (logits.double() / self.config.temperature).log_softmax(dim=1)
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's prototype and its rows of the head."""
         self.prototypes = self.prototypes[torch.arange(len(self.prototypes), device=self.compute.device) != number]
-        for _ in range(TURNS):
-            self.network.drop(TURNS * number)
+        for _ in range(ROTATIONS):
+            self.network.drop(ROTATIONS * number)
 
 
 def spread(deviations: Tensor, labels: Tensor, counts: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class RanPAC(NetworkMethod):
         self.ridge: RandomRidge | None = None
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
-        """Adapt to a first task if wanted; then take up the task's features."""
+        """Adapt to a first task if so configured; then add the task's features."""
         if self.ridge is None and self.config.adapt == "first":
             super().learn_task(task, samples, listen)
         seen, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
@@ -66,7 +66,7 @@ class RanPAC(NetworkMethod):
         return super().features(pixels)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """Softmax of the answers at the temperature that fitted held-out images."""
+        """Softmax of the predictions at the temperature fitted on held-out images."""
         assert self.ridge is not None
         return self.ridge.log_probabilities(self.features(pixels))
 
@@ -88,7 +88,7 @@ class RanPAC(NetworkMethod):
         return State(shared | ridge, found.tasks)
 
     def load_state(self, state: State) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         if "head_bias" in state.shared:
             network = {k: v for k, v in state.shared.items() if not k.startswith(RIDGE)}
             super().load_state(State(network, state.tasks))

@@ -1,11 +1,11 @@
 """Replay: fine-tuning on each new task together with a memory of old images.
 
 Every step takes as many remembered images as new ones, and the loss is plain cross-entropy over all classes so far.
-What all the methods with a memory have to beat: nothing protects the network but the images themselves. They are few,
-so the network learns them by heart, and each is shown the more often the fewer there are.
+The baseline of all methods with a memory: nothing protects the network but the images themselves. They are few, so the
+network memorises them, and the fewer there are, the more often each is shown.
 
-The memory holds equally many images of every class and never more than its budget. In public codes the first images of
-a data set are often taken; here they are drawn by lot.
+The memory holds equally many images of every class and never more than its budget. Public codes often take the first
+images of a data set; here they are drawn at random.
 """
 
 from __future__ import annotations

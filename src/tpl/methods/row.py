@@ -1,13 +1,13 @@
 """ROW: out-of-distribution detection with replay for task prediction (Kim et al., ICML 2023).
 
-Tasks are trained as TPL's are; two more heads a task stand on the frozen features. The one for classes (WP) is tuned on
-the new task's images alone. The one for tasks (TP) is trained after every task, for all tasks: the task's own images
-in the memory against everybody else's. With temperature 5,
+Tasks are trained like TPL's; each has two more heads on the frozen features. The one for classes (WP) is tuned on the
+new task's images alone. The one for tasks (TP) is trained again after every task, for all tasks: the task's own images
+in the memory against all others. With temperature 5,
 
     P(class c of task j | x) ~ softmax(WP_j)_c * max_c softmax(TP_j)_c * MD_j / sum_i MD_i,    MD_j = max_c 1 / d_M
 
-where d_M uses 0.8 Sigma + 0.2 I. The public code leaves its adapters at a constant 1e-26 at the start, which half
-precision turns into a zero that cannot learn; here they start as everywhere.
+where d_M uses 0.8 Sigma + 0.2 I. The public code initialises its adapters with a constant 1e-26, which half precision
+rounds to a zero that cannot be trained; here they are initialised as in all methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
 from tpl.methods.bank.distance import TaskCentres
-from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_group, fit_heads, head_with_others
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -67,7 +67,7 @@ class ROW(BankMethod):
         self.task_heads_: list[Heads] = []
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Statistics and both heads while the task's images are here, then the memory."""
+        """Fit statistics and train both heads with the task's images, then store some of them."""
         newest = len(self.bank.tasks) - 1
         outputs = self.outputs_of_newest(samples)
         self.centres_.add(outputs, samples.labels)
@@ -79,20 +79,20 @@ class ROW(BankMethod):
         self.remember(task)
 
     def _tuned(self, head: Heads, features: Tensor, labels: Tensor) -> Heads:
-        """WP: the head trained on with the task's own images alone."""
+        """WP: the head trained further on the task's own images alone."""
         config, count, generator = self.config, len(labels), self.generator("class head")
         epochs = [epoch_of([count], count, config.head_batch, generator) for _ in range(config.class_head_epochs)]
         rows = torch.cat(epochs) if epochs else torch.zeros(0, 1, 1, dtype=torch.long)
         return fit_heads(head, features.unsqueeze(0), labels.unsqueeze(0), rows, config.lr, config.momentum)
 
     def _train_task_heads(self, newest: int, features: Tensor, samples: Samples) -> None:
-        """TP: every task's images against all others', from the memory and as many of the new task's a class."""
+        """TP: every task's images against all others', from the memory and as many images of each new class."""
         config, generator = self.config, self.generator("task heads", newest)
-        some = self._like_the_memory(samples, generator)
-        fresh = samples.pixels[some.to(samples.pixels.device)]
+        chosen = self._as_many_as_stored(samples, generator)
+        fresh = samples.pixels[chosen.to(samples.pixels.device)]
         owner, own_labels = self.remembered()
-        own_labels = torch.cat([own_labels, samples.labels[some.to(samples.labels.device)]])
-        owner = torch.cat([owner, torch.full((len(some),), newest, device=owner.device)])
+        own_labels = torch.cat([own_labels, samples.labels[chosen.to(samples.labels.device)]])
+        owner = torch.cat([owner, torch.full((len(chosen),), newest, device=owner.device)])
         remembered = self.memory.pixels(self.preprocess, self.compute.device)
         for group in alike(self.task_heads_):
             data, truth = [], []
@@ -100,7 +100,7 @@ class ROW(BankMethod):
                 if t < newest:
                     parts = [self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]
                 else:
-                    parts = [self.bank.outputs(remembered, t).features, features[some.to(features.device)]]
+                    parts = [self.bank.outputs(remembered, t).features, features[chosen.to(features.device)]]
                 data.append(torch.cat(parts))
                 truth.append(torch.where(owner == t, own_labels, self.bank.tasks[t].own))
             rows = [
@@ -108,15 +108,11 @@ class ROW(BankMethod):
                 for _ in range(config.task_head_epochs)
             ]
             if rows:
-                start = joined([self.task_heads_[t] for t in group])
-                trained = fit_heads(
-                    start, torch.stack(data), torch.stack(truth), torch.cat(rows), config.lr, config.momentum
-                )
-                for t, head in zip(group, trained.apart(), strict=True):
-                    self.task_heads_[t] = head
+                features_, labels_ = torch.stack(data), torch.stack(truth)
+                fit_group(self.task_heads_, group, features_, labels_, torch.cat(rows), config.lr, config.momentum)
 
-    def _like_the_memory(self, samples: Samples, generator: torch.Generator) -> Tensor:
-        """Rows of the new task: as many of each class as the memory has of an old one, where there are so many."""
+    def _as_many_as_stored(self, samples: Samples, generator: torch.Generator) -> Tensor:
+        """Random rows of the new task: of each class at most as many as the memory has of an old one."""
         classes = int(samples.labels.max()) + 1
         quota = max(len(self.memory) // max(len(self.classes_), 1), 1)
         labels, chosen = samples.labels.cpu(), []
@@ -126,7 +122,7 @@ class ROW(BankMethod):
         return torch.cat(chosen)
 
     def _paired(self, mine: Tensor, generator: torch.Generator) -> Tensor:
-        """One epoch, `[steps, 1, 2 batch]`: own rows beside others' rows; the fewer are repeated."""
+        """One epoch, `[steps, 1, 2 batch]`: own rows and as many others' rows; the smaller set is repeated."""
         sides = [torch.nonzero(side).squeeze(1).cpu() for side in (mine, ~mine)]
         length, batch = max(len(side) for side in sides), self.config.head_batch
         drawn = epoch_of([len(side) for side in sides], length, batch, generator)
@@ -142,39 +138,39 @@ class ROW(BankMethod):
         return closeness / closeness.sum(dim=1, keepdim=True)
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
-        """How sure the head for tasks is that an image is the task's, times the share of MD."""
-        if len(outputs) == 1:  # nobody to tell it from
+        """The task head's confidence that an image is the task's, times the share of MD."""
+        if len(outputs) == 1:  # no other task to compare with
             return self.closeness(outputs)
-        sure = []
-        for t, (head, seen) in enumerate(zip(self.task_heads_, outputs, strict=True)):
-            answer = (head.logits(seen.features.unsqueeze(0))[0] / self.config.temperature).softmax(dim=1)
-            sure.append(answer[:, : self.bank.tasks[t].own].amax(dim=1))
-        return torch.stack(sure, dim=1) * self.closeness(outputs)
+        confidences = [
+            head.own_probabilities(seen.features, task.own, self.config.temperature).amax(dim=1)
+            for head, seen, task in zip(self.task_heads_, outputs, self.bank.tasks, strict=True)
+        ]
+        return torch.stack(confidences, dim=1) * self.closeness(outputs)
 
     def log_probabilities_of(
         self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
     ) -> Tensor:
-        """Class within the task, times the task's score, scaled to add up."""
+        """Class probabilities within the task, times the task's score, normalised."""
         scores = self.task_scores(outputs) if scores is None else scores
-        answers = []
+        parts = []
         for t, (head, seen) in enumerate(zip(self.class_heads_, outputs, strict=True)):
             logits = head.logits(seen.features.unsqueeze(0))[0, :, : self.bank.tasks[t].own]
             within = (logits / self.config.temperature).log_softmax(dim=1)
-            answers.append(within + scores[:, t : t + 1].clamp_min(1e-300).log())
-        return torch.cat(answers, dim=1).log_softmax(dim=1)
+            parts.append(within + scores[:, t : t + 1].clamp_min(1e-300).log())
+        return torch.cat(parts, dim=1).log_softmax(dim=1)
 
     def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
-        """How close the feature is to the task's nearest class: no later task changes it."""
+        """Closeness of the feature to the task's nearest class, which no later task changes."""
         return self.centres_[task].score_features(*outputs)
 
     def task_state(self, task: int) -> dict[str, Tensor]:
-        """Both heads as they are now, and the statistics."""
+        """Both current heads, and the statistics."""
         both = {"class_head": self.class_heads_[task], "task_head": self.task_heads_[task]}
         heads = {f"{name}.{k}": v for name, head in both.items() for k, v in head._asdict().items()}
         return self.centres_.state(task) | heads
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Heads and statistics back."""
+        """Restore heads and statistics."""
         self.centres_.load_state(tasks)
         self.class_heads_ = [Heads(**under_prefix("class_head.", own)) for own in tasks]
         self.task_heads_ = [Heads(**under_prefix("task_head.", own)) for own in tasks]

@@ -1,6 +1,6 @@
 """SupSup for class-incremental learning: a supermask over random adapters for every task (Wortsman et al., 2020).
 
-As `hat`, with another protection: nothing but masks, norms and heads is trained, and nothing is shared.
+`hat` with another protection: only masks, norms and heads are trained, and no trained weight is shared.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_every_anchor_has_its_turn(batch_size: int) -> None:
     objective = Anchoring(cast(Any, network), torch.zeros(5, 4, 1, 1), unchanged, HALConfig(batch_size=batch_size))
     turns = []
     for _ in range(5):
-        turns += objective.turn.tolist()
+        turns += objective.rows.tolist()
         objective.after_step()
     assert sorted(turns) == sorted(batch_size * [0, 1, 2, 3, 4])
 

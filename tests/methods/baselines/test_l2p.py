@@ -51,7 +51,7 @@ def test_each_image_looks_through_the_prompts_it_chose() -> None:
     method = new_method()
     images, pool = random(5, 3, 32, 32), method.pool
     with torch.no_grad():
-        features, similarity = method.look(images, pool.keys, pool.prompts)
+        features, similarity = method.prompted_features(images, pool.keys, pool.prompts)
         for row, image in enumerate(images.split(1)):
             best, numbers = choose(method.encoder.plain(image), pool.keys, 3)
             own = torch.cat([pool.prompts[m] for m in numbers[0].tolist()]).unsqueeze(0)
@@ -65,7 +65,7 @@ def test_the_loss_by_hand() -> None:
     method.pool.grow(5, torch.Generator().manual_seed(0))
     images, nothing, pool = random(3, 3, 32, 32), torch.zeros(()), method.pool
     loss = PromptLoss(method, old=2).losses(images, torch.tensor([[2, 0, -100]]), nothing, nothing)
-    features, similarity = method.look(images[:2], pool.keys, pool.prompts)
+    features, similarity = method.prompted_features(images[:2], pool.keys, pool.prompts)
     new = F.linear(features, pool.head_weight, pool.head_bias)[:, 2:].log_softmax(dim=1)
     expected = -(new[0, 2] + new[1, 0]) / 2 - 0.3 * similarity.sum() / 2
     torch.testing.assert_close(loss[0], expected)

@@ -8,7 +8,7 @@ import torch
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
-from tpl.methods.owm import OWM, OWMConfig, ProjectedCrossEntropy, layers_of, take_up
+from tpl.methods.owm import OWM, OWMConfig, ProjectedCrossEntropy, layers_of, update_projector
 from tpl.nets.adapters import AdapterMasks, AdapterStack, adapt
 from tpl.nets.encoder import adapted_block
 from tpl.stream import Stream
@@ -34,7 +34,7 @@ def learned(small_stream: Stream) -> Learner:
 
 def test_one_by_one_is_the_inverse_of_all() -> None:
     inputs = random(5, 2, 3)  # 5 batches, 2 layers with 3 inputs
-    found = take_up(identity(2, size=4), inputs, alpha=0.01)
+    found = update_projector(identity(2, size=4), inputs, alpha=0.01)
     for layer in range(2):
         total = torch.eye(4, dtype=torch.float64)
         for i in range(5):
@@ -46,7 +46,7 @@ def test_one_by_one_is_the_inverse_of_all() -> None:
 
 def test_old_inputs_keep_their_outputs_and_others_may_change() -> None:
     old, other = random(4, 12), random(3, 12, seed=1)
-    projector = take_up(take_up(identity(size=13), old[:2], 1e-9), old[2:], 1e-9)
+    projector = update_projector(update_projector(identity(size=13), old[:2], 1e-9), old[2:], 1e-9)
     step = random(6, 13, seed=2) @ projector  # any gradient of weights and bias
 
     def change(x: torch.Tensor) -> float:
@@ -62,7 +62,7 @@ def test_a_head_over_long_features_can_still_learn_the_tenth_task() -> None:
     projector = identity(size=dim + 1)
     for task in range(9):
         means = shared + spread / 64**0.5 * random(79, dim, seed=task)
-        projector = take_up(projector, means, OWMConfig().alpha_head)
+        projector = update_projector(projector, means, OWMConfig().alpha_head)
     new, old = random(50, dim, seed=10), torch.cat([shared, torch.ones(1, dtype=torch.float64)])
     left = float((new @ projector[:-1]).norm() / new.norm())
     assert 0.01 < left < 0.2

@@ -1,13 +1,13 @@
-"""All task models in one network, kept apart: what the TIL+OOD family (TPL, HAT, MORE, ROW, SupSup) is built on.
+"""All task models in one network, protected from each other: the base of TPL, HAT, MORE, ROW and SupSup.
 
 bank.py        the task models, and queries to them in batches
 method.py      the base class of the family: memory, held-out images, answers, storage
-training.py    training jobs, one or several side by side
-protect.py     HAT and SupSup: how tasks share adapters and leave each other in peace
+training.py    training jobs, one or several at once
+protect.py     HAT and SupSup: how tasks share adapters without interfering
 techniques.py  training-time techniques of OOD detection
-heads.py       training heads on features that stand still
+heads.py       training heads on frozen features
 distance.py    distances to every task's classes
-imageless.py   what stands in for stored images where none may be kept
+imageless.py   statistics in place of stored images
 """
 
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, within_tasks

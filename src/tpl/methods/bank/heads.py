@@ -1,7 +1,7 @@
-"""Training heads on features that stand still: many at once, each a plain softmax classifier.
+"""Training heads on frozen features: many at once, each a plain softmax classifier.
 
-The features of every head are its own task's, so heads are a first axis: one product serves them all, where one small
-step after the other would spend its time on launching kernels.
+Every head has features of its own task. Heads are a first axis, so that one matrix product serves them all: training
+them one after the other would spend its time on launching kernels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ class Heads(NamedTuple):
     bias: Tensor
 
     def logits(self, features: Tensor) -> Tensor:
-        """What each head says of its own features `[heads, n, dim]`, float64."""
+        """Logits of each head for its own features `[heads, n, dim]`, float64."""
         return features.double() @ self.weight.double().mT + self.bias.double().unsqueeze(1)
 
     def apart(self) -> list[Heads]:
-        """Each head alone."""
+        """The heads, one by one."""
         return [Heads(*parts) for parts in zip(self.weight.split(1), self.bias.split(1), strict=True)]
+
+    def own_probabilities(self, features: Tensor, own: int, temperature: float) -> Tensor:
+        """Softmax of a single head's outputs for features `[n, dim]`; the columns of its `own` classes."""
+        return (self.logits(features.unsqueeze(0))[0] / temperature).softmax(dim=1)[:, :own]
 
 
 def joined(heads: list[Heads]) -> Heads:
@@ -38,7 +42,7 @@ def joined(heads: list[Heads]) -> Heads:
 def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: float, momentum: float = 0.9) -> Heads:
     """SGD on the cross-entropy of every head: one step for each of `rows`, `[steps, heads, batch]`.
 
-    `features` are `[heads, n, dim]`, `labels` `[heads, n]`; a row of -1 is none. The gradient is written out: with
+    `features` are `[heads, n, dim]`, `labels` `[heads, n]`; a row of -1 is ignored. The gradient in closed form: with
     p the softmax and y the label as a vector, dCE/dW = (p - y) z^T and dCE/db = p - y.
     """
     weight, bias = heads.weight.clone(), heads.bias.clone()
@@ -57,10 +61,19 @@ def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: 
     return Heads(weight, bias)
 
 
-def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Generator) -> Tensor:
-    """`length` rows out of each of several sets, shuffled and repeated as often as needed, `[steps, sets, batch]`.
+def fit_group(
+    heads: list[Heads], group: list[int], features: Tensor, labels: Tensor, rows: Tensor, lr: float, momentum: float
+) -> None:
+    """`fit_heads` for some heads of a list, which are replaced by the trained ones."""
+    trained = fit_heads(joined([heads[t] for t in group]), features, labels, rows, lr, momentum)
+    for t, head in zip(group, trained.apart(), strict=True):
+        heads[t] = head
 
-    The last step is filled up with -1, and so is a set without rows.
+
+def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Generator) -> Tensor:
+    """Row numbers of one epoch: `length` of each of several sets, shuffled and repeated, `[steps, sets, batch]`.
+
+    The last step is padded with -1; a set without rows is -1 throughout.
     """
     steps = -(-length // batch)
     columns = []
@@ -72,7 +85,7 @@ def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Genera
 
 
 def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
-    """A copy of a task's head with an output for others; the first task, trained without, gets a new one."""
+    """A copy of a task's head with an output for others; the first task, trained without it, gets a new one."""
     weight, bias = model.upright_head()
     if len(bias) == model.own:
         bound = weight.shape[1] ** -0.5
@@ -82,7 +95,7 @@ def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
 
 
 def alike(heads: list[Heads]) -> list[list[int]]:
-    """The numbers of heads with equally many outputs, together: they can be trained at once."""
+    """Groups of head numbers with equally many outputs, which can be trained at once."""
     groups: dict[int, list[int]] = {}
     for t, head in enumerate(heads):
         groups.setdefault(head.bias.shape[1], []).append(t)

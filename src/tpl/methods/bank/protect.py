@@ -1,8 +1,8 @@
-"""Protections: how tasks share one set of adapters and leave each other in peace.
+"""Protections: how tasks share one set of adapters without interfering.
 
-What a task owns under a protection is one flat tensor, here `own`: HAT's embedding, or the scores of a supermask. In
-training, tensors have a first axis of networks trained side by side. To add a protection, write a class here and name
-it in `PROTECTIONS`.
+A task's own parameters under a protection are one flat tensor, here `own`: HAT's embedding, or the scores of a
+supermask. In training, tensors have a first axis of networks that are trained together. To add a protection, write a
+class here and name it in `PROTECTIONS`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tpl.config import Config, option
 from tpl.errors import TplError
 from tpl.nets import Adapters, AdapterStack, Trainable, Weights, hat
 
-SPREAD = 0.01  # of the first scores: at the rates the adapters are trained with, ranks then change within an epoch
+SPREAD = 0.01  # of the initial scores: at the adapters' learning rates, ranks then change within an epoch
 
 
 @dataclass(frozen=True)
 class ProtectConfig(Config):
-    """The network a task is learned in, and how tasks are kept apart."""
+    """Options of the adapters and of the protection between tasks."""
 
     latent: int = option(
         64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1, group="encoder"
@@ -54,62 +54,62 @@ class ProtectConfig(Config):
 
 
 class Masked(NamedTuple):
-    """Adapters as one task sees them, and the mask that made them so."""
+    """The adapters under a task's mask, and the mask."""
 
     weights: Weights
     mask: Tensor
 
 
 class Protection(ABC):
-    """Keeps tasks that share adapters from disturbing each other."""
+    """Keeps tasks that share adapters from interfering with each other."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    trains_adapters: ClassVar[bool] = True  # False: they stay as they were made
+    trains_adapters: ClassVar[bool] = True  # False: they keep their initial values
 
     def __init__(self, config: ProtectConfig) -> None:
         self.config = config
 
-    def prepare(self, adapters: Trainable) -> None:  # noqa: B027 (most take them as they are)
-        """Change freshly made adapters, before any task."""
+    def prepare(self, adapters: Trainable) -> None:  # noqa: B027 (most leave them unchanged)
+        """Change newly created adapters, before any task."""
 
     @abstractmethod
     def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
-        """What an untrained task owns."""
+        """The own parameters of an untrained task."""
 
     @abstractmethod
     def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
         """The adapters at this point of the epoch, differentiable."""
 
     def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
-        """What a task pays for its mask, `[networks]`."""
+        """The loss term of a task's mask, `[networks]`."""
         return mask.new_zeros(len(mask))
 
     def gates(self, weights: Weights, used: Tensor) -> Weights | None:
-        """How far each weight may still move, given what earlier tasks use; None: as it likes."""
+        """Gradient factors of the weights, given the units that earlier tasks use; None: no restriction."""
         return None
 
     def after_backward(self, own: Tensor, progress: Tensor) -> None:  # noqa: B027
         """Change the gradient of `own`."""
 
     def after_step(self, own: Tensor) -> None:  # noqa: B027
-        """Change `own` when it has moved."""
+        """Change `own` after the optimiser's step."""
 
     def kept(self, weights: Weights, own: Tensor) -> Tensor:
-        """What is stored of a trained task (one network's)."""
+        """The tensor to store for a trained task of one network."""
         return own
 
     @abstractmethod
     def finished(self, weights: Weights, kept: Tensor) -> Weights:
-        """The adapters as a finished task sees them."""
+        """The adapters under the stored mask of a finished task."""
 
     def claim(self, kept: Tensor) -> Tensor | None:
-        """The units that a finished task holds, 1 = wholly; None where nothing needs to be held."""
+        """The units that a finished task uses, from 0 to 1; None where nothing needs to be protected."""
         return None
 
     @property
     def final(self) -> bool:
-        """Whether a finished task stays exactly as it is, whatever comes later."""
+        """Whether a finished task stays exactly the same, whatever is learned later."""
         return True
 
     def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
@@ -118,7 +118,7 @@ class Protection(ABC):
 
 
 class Hat(Protection):
-    """A task owns an embedding with one entry a unit; its mask is annealed inside every epoch (Eq. 2)."""
+    """HAT: a task has an embedding with one entry a unit; its mask is annealed within every epoch (Eq. 2)."""
 
     name = "hat"
     summary = "weights between units that a finished task uses stand still"
@@ -128,7 +128,7 @@ class Hat(Protection):
         return torch.randn(adapters.units, generator=generator)
 
     def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
-        """The adapters under the mask at the scale that belongs to this point of the epoch."""
+        """The adapters under the mask, at the scale of this point of the epoch."""
         s_max = self.config.s_max
         scale = hat.scale_at(progress, s_max)
         if self.config.mask_gradient == "analytic":
@@ -138,21 +138,21 @@ class Hat(Protection):
         return Masked(weights.fold(mask), mask)
 
     def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
-        """HAT's regulariser: the share of free capacity asked for."""
+        """HAT's regulariser: the share of free capacity that the mask uses."""
         return self.config.sparsity * hat.regulariser(mask, used)
 
     def gates(self, weights: Weights, used: Tensor) -> Weights:
-        """Closed where both units of a weight are in use."""
+        """Zero where both units of a weight are in use."""
         return weights.gates(used)
 
     def after_backward(self, own: Tensor, progress: Tensor) -> None:
-        """Free the embedding's gradient from the annealed scale."""
+        """Compensate the embedding's gradient for the annealed scale."""
         if self.config.mask_gradient == "autograd" and own.grad is not None:
             s_max = self.config.s_max
             own.grad = hat.compensate(own.grad, own.detach(), hat.scale_at(progress, s_max), s_max)
 
     def after_step(self, own: Tensor) -> None:
-        """Keep the embedding where its sigmoid still has a slope."""
+        """Clamp the embedding to where its sigmoid has a gradient."""
         with torch.no_grad():
             own.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
 
@@ -166,47 +166,47 @@ class Hat(Protection):
 
     @property
     def final(self) -> bool:
-        """Binary masks protect to the last bit; soft ones let weights move a little."""
+        """True for binary masks; with soft ones weights still change a little."""
         return self.config.masks == "binary"
 
     def capacity(self, adapters: Trainable, used: Tensor | None) -> dict[str, float]:
-        """Units that some task holds, and weights that none can move any more."""
+        """Shares of units in use and of frozen weights."""
         if used is None:
             return super().capacity(adapters, used)
         return {"units": hat.capacity_used(used), "frozen": hat.frozen_share(adapters.gates(used))}
 
 
 class SupSup(Protection):
-    """A task owns a score for every weight of the adapters; biases stay zero."""
+    """SupSup: a task has a score for every weight of the adapters; biases stay zero."""
 
     name = "supsup"
     summary = "random weights that nobody trains, a supermask of its own for every task"
     trains_adapters = False
 
     def prepare(self, adapters: Trainable) -> None:
-        """Signed Kaiming constants, scaled for the share of weights in use: masks alone must do the work."""
+        """Set signed Kaiming constants, scaled for the share of weights in use: only masks are trained."""
         adapters = _checked(adapters)
         with torch.no_grad():
             for weight in (adapters.down_weight, adapters.up_weight):
                 fan_in = weight.shape[-1] * self.config.supermask
                 weight.copy_(torch.where(weight < 0, -1.0, 1.0) * (2 / fan_in) ** 0.5)
-            # The branch is added to a pre-trained network: at first it should say little.
+            # The branch is added to a pre-trained network: at first its output should be small.
             adapters.up_weight.mul_(0.1)
 
     def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
-        """Scores by chance: a random half of the weights."""
+        """Random scores."""
         return SPREAD * torch.randn(2 * _checked(adapters).down_weight.numel(), generator=generator)
 
     def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
-        """The adapters under the best-scored weights; the gradient passes straight through to the scores."""
+        """The adapters' best-scored weights; the gradient is passed to the scores (straight-through)."""
         stack = AdapterStack(*weights)
-        mask = self._open(stack, own)
-        through = mask + (own - own.detach())  # in this order the mask keeps its bits
-        return Masked(_under(stack, through), mask)
+        mask = self._best(stack, own)
+        straight_through = mask + (own - own.detach())  # in this order the mask is exact
+        return Masked(_under(stack, straight_through), mask)
 
     def kept(self, weights: Weights, own: Tensor) -> Tensor:
         """The supermask, eight weights to a byte."""
-        return _packed(self._open(AdapterStack(*weights), own) > 0)
+        return _packed(self._best(AdapterStack(*weights), own) > 0)
 
     def finished(self, weights: Weights, kept: Tensor) -> AdapterStack:
         """The adapters under the task's supermask."""
@@ -214,18 +214,18 @@ class SupSup(Protection):
         count = 2 * stack.down_weight.numel()
         return _under(stack, _unpacked(kept)[:count].to(stack.down_weight.dtype))
 
-    def _open(self, weights: AdapterStack, own: Tensor) -> Tensor:
+    def _best(self, weights: AdapterStack, own: Tensor) -> Tensor:
         """1 for the best-scored share of each adapter's two matrices."""
         count = weights.down_weight.shape[-3]
         rows = own.detach().unflatten(-1, (2 * count, -1))
-        closed = min(round(rows.shape[-1] * (1 - self.config.supermask)), rows.shape[-1] - 1)  # one is always open
-        floor = rows.sort(dim=-1).values[..., closed : closed + 1]
-        opened: Tensor = (rows >= floor).to(own.dtype)
-        return opened.flatten(-2)
+        unused = min(round(rows.shape[-1] * (1 - self.config.supermask)), rows.shape[-1] - 1)  # at least one is used
+        floor = rows.sort(dim=-1).values[..., unused : unused + 1]
+        best: Tensor = (rows >= floor).to(own.dtype)
+        return best.flatten(-2)
 
 
 def _checked(adapters: Trainable) -> Adapters:
-    """Supermasks are laid over adapters: a whole network of random weights would have nothing to begin from."""
+    """Refuse a network without adapters: supermasks need a pre-trained encoder to start from."""
     if not isinstance(adapters, Adapters):
         raise TplError("protect=supsup needs adapters in a pre-trained encoder; this one has none. Use protect=hat.")
     return adapters

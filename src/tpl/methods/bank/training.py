@@ -1,8 +1,8 @@
-"""Training one task under a protection, in one bank or side by side in several.
+"""Training jobs: one task under a protection, in one bank or in several at once.
 
-A frozen trunk is shared, so runs that differ only in class order or seed can be trained in one pass over it:
-their adapters, norms, masks and heads are stacked along a first axis, each stack serves its own part of the batch, and
-one optimiser moves them all. No number of one network enters another. Networks without such a trunk are trained one
+A frozen trunk is shared, so runs that differ only in class order or seed can be trained in one pass over it: their
+adapters, norms, masks and heads are stacked along a first axis, each network has its own part of the batch, and one
+optimiser updates them all. The networks do not influence each other. Networks without such a trunk are trained one
 after the other.
 """
 
@@ -37,7 +37,7 @@ from tpl.methods.bank.techniques import Technique
 class TrainingJob:
     """One more task for one bank: `outputs` head outputs, `own` of them the task's classes.
 
-    With `turned_classes`, each of these is there three times more, for images of it that are turned.
+    With `turned_classes`, each of these has three more outputs, for its images rotated by 90, 180 and 270 degrees.
     """
 
     bank: Bank
@@ -52,17 +52,17 @@ class TrainingJob:
 
     @property
     def turns(self) -> Turns | None:
-        """Where the outputs for turned images are: behind all others."""
+        """The outputs for rotated images, which come after all others."""
         return Turns(self.outputs, self.own) if self.turned_classes else None
 
     @property
     def all_outputs(self) -> int:
-        """How many outputs a head needs while it is trained."""
+        """Number of outputs of the head in training."""
         return self.outputs + (self.turns.outputs if self.turns else 0)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Lessons of one kind have the same shapes and settings: they can be learned side by side."""
+        """Jobs of one kind have the same shapes and settings: they can be trained together."""
         replayed = self.replay is not None and len(self.replay) > 0
         first = not self.bank.tasks
         bank = self.bank
@@ -70,7 +70,7 @@ class TrainingJob:
         return *network, first, len(self.samples), replayed, self.outputs, self.turns, self.recipe.part(Recipe)
 
     def equals(self, other: TrainingJob) -> bool:
-        """Whether both would end with the same weights, number by number, since all that goes in is the same."""
+        """Whether both would end with identical weights, since all their inputs are the same."""
         a, b = self.bank, other.bank
         return (
             self.kind == other.kind
@@ -84,24 +84,24 @@ class TrainingJob:
 
 
 def run_jobs(jobs: Sequence[TrainingJob]) -> None:
-    """Train every job's task; those of one kind in one pass over the trunk, and equal ones only once.
+    """Run training jobs: those of one kind in one pass over the trunk, and equal ones only once.
 
-    Methods that differ in their answers alone, as TPL, MORE and ROW do, have equal jobs.
+    Methods that differ in inference alone, like TPL, MORE and ROW, have equal jobs.
     """
     for _, alike in groupby(sorted(jobs, key=lambda job: repr(job.kind)), key=lambda job: job.kind):
         groups: list[list[TrainingJob]] = []
         for job in alike:
             twins = next((group for group in groups if group[0].equals(job)), None)
             groups.append([job]) if twins is None else twins.append(job)
-        firsts = [replace(group[0], listen=_all_of(group)) for group in groups]
+        firsts = [replace(group[0], listen=_listener_of(group)) for group in groups]
         for together in [firsts] if firsts[0].bank.encoder.pretrained else [[job] for job in firsts]:
-            _learn_side_by_side(together)
+            _train_together(together)
         for first, *twins in groups:
             for twin in twins:
                 twin.bank.copy_newest(first.bank)
 
 
-def _all_of(group: list[TrainingJob]) -> Listener:
+def _listener_of(group: list[TrainingJob]) -> Listener:
     def listen(event: Event) -> None:
         for job in group:
             job.listen(event)
@@ -109,7 +109,7 @@ def _all_of(group: list[TrainingJob]) -> Listener:
     return listen
 
 
-def _learn_side_by_side(jobs: list[TrainingJob]) -> None:
+def _train_together(jobs: list[TrainingJob]) -> None:
     recipe = jobs[0].recipe
     for job in jobs:
         job.bank.warn_if_full(job.listen)
@@ -132,7 +132,7 @@ def _learn_side_by_side(jobs: list[TrainingJob]) -> None:
     train(objective, optimiser, networks, recipe, jobs[0].bank.normalise, listeners)
     objective.hand_back()
     for job, model, technique, batches in zip(jobs, models, objective.techniques, networks, strict=True):
-        _settle(job.bank, model, batches)
+        _estimate_batch_norms(job.bank, model, batches)
         job.bank.add(model)
         _finish(job, technique)
         job.listen(Event("capacity", job.bank.capacity()))
@@ -143,8 +143,8 @@ def _new_task(job: TrainingJob) -> TaskModel:
 
 
 @torch.no_grad()
-def _settle(bank: Bank, model: TaskModel, batches: Batches) -> None:
-    """Give batch norms the statistics of the task's own training images, under the mask it is left with."""
+def _estimate_batch_norms(bank: Bank, model: TaskModel, batches: Batches) -> None:
+    """Re-estimate batch-norm statistics from the task's training images, under its final mask."""
     if bank.encoder.batch_norms:
         weights = bank.protection.finished(bank.adapters.weights, model.embedding)
         images = batches_of_images(batches, bank.normalise)
@@ -152,7 +152,7 @@ def _settle(bank: Bank, model: TaskModel, batches: Batches) -> None:
 
 
 def _finish(job: TrainingJob, technique: Technique) -> None:
-    """What a technique does to the head once the network is frozen."""
+    """Let the technique change the head once the network is frozen."""
     if type(technique).finish is Technique.finish:
         return
     bank, number = job.bank, len(job.bank.tasks) - 1
@@ -164,9 +164,9 @@ def _finish(job: TrainingJob, technique: Technique) -> None:
 
 
 class BankObjective:
-    """A technique's loss plus what the protection charges for a mask.
+    """The loss of a technique plus the protection's penalty for a mask.
 
-    Holds one task of every bank, stacked along a first axis, until they are handed back.
+    It holds one task of every bank, stacked along a first axis, until `hand_back` copies them to their banks.
     """
 
     def __init__(self, banks: Sequence[Bank], models: Sequence[TaskModel], batch_size: int) -> None:
@@ -194,7 +194,7 @@ class BankObjective:
         return [*adapters, self.embedding, self.norms, self.head_weight, self.head_bias, *beside]
 
     def protect(self, optimiser: GatedSGD) -> None:
-        """Hold still every weight that an earlier task uses."""
+        """Freeze every weight that an earlier task uses."""
         gates = self.protection.gates(self.adapters, self.used) if self.used is not None else None
         if gates is not None:
             for weights, gate in zip(self.adapters, gates, strict=True):
@@ -204,7 +204,7 @@ class BankObjective:
         """Every network's loss on its part of the batch."""
         masked, mask = self.protection.masked(self.adapters, self.embedding, progress)
         weights, norms = tuple(masked), self.norms
-        if len(self.models) == 1:  # a plain network: without the first axis its products are faster
+        if len(self.models) == 1:  # matrix products are faster without the first axis
             weights, norms = tuple(w.squeeze(0) for w in weights), norms.squeeze(0)
         plain = type(self.techniques[0]) is Technique
         if not plain:
@@ -228,16 +228,16 @@ class BankObjective:
         return torch.stack([technique.loss(*own) for technique, *own in parts])
 
     def after_backward(self, progress: Tensor) -> None:
-        """The protection's say in the gradient of the masks."""
+        """Let the protection change the gradient of the masks."""
         self.protection.after_backward(self.embedding, progress)
 
     def after_step(self) -> None:
-        """The protection's say in the masks themselves."""
+        """Let the protection change the masks."""
         self.protection.after_step(self.embedding)
 
     @torch.no_grad()
     def hand_back(self) -> None:
-        """Give every bank and task its trained part of the stacks."""
+        """Copy the trained tensors to their banks and tasks."""
         for i, (bank, model) in enumerate(self._pairs()):
             for own, trained in zip(bank.adapters.weights, self.adapters, strict=True):
                 own.copy_(trained[i])
