@@ -119,7 +119,7 @@ def _asked(
     model: Path, weights: Path | None, device: str, engine: str, address: str | None, batch: int, form: Form
 ) -> Callable[[Iterator[Found]], Generator[Answered]]:
     """Who is asked for answers. What can be wrong with the model is told now."""
-    from tpl.bulk import Readers, answer_here
+    from tpl.bulk import WorkerPool, answer_here
     from tpl.learner import Learner
     from tpl.store import ModelStore
 
@@ -129,8 +129,8 @@ def _asked(
     if engine == "local":
         return lambda found: answer_here(learner, found, batch, form.top)
     ModelStore(model).header()
-    readers = Readers(model, weights, device, form.top, address)
-    return lambda found: readers.answer(found, batch)
+    pool = WorkerPool(model, weights, device, form.top, address)
+    return lambda found: pool.answer(found, batch)
 
 
 @contextmanager
