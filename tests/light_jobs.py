@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tpl.bench.engines.base import Job
+from tpl.bench.engines.base import Emit, Job
 from tpl.bench.engines.local import LocalEngine
-from tpl.bench.engines.work import Tell
+from tpl.errors import TplError
 
 SCRIPT = "script.json"  # beside the run directories: for every job, what it does at its first attempt, its second, ...
 MADE = "made"  # finished runs to be taken, beside the script
+MESSAGES = 50
 
 
 def write_script(out: Path, script: dict[str, list[str]]) -> None:
@@ -29,38 +30,44 @@ def attempts(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def carry_out(job: Job, tell: Tell) -> None:
+def carry_out(job: Job, emit: Emit) -> None:
     place = Path(job.directory)
     script = json.loads((place.parent / SCRIPT).read_text(encoding="utf-8"))
     todo = script[job.name][len(attempts(place))]
     seen = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
     with (place / "attempts").open("a") as stream:
         stream.write(json.dumps({"pid": os.getpid()} | seen) + "\n")
-    tell("run", {"images": [10, 10], "learned": 0})
+    emit("run", {"images": [10, 10], "learned": 0})
     match todo:
         case "learn":
-            tell("task", {"task": "task 1", "classes": ["0", "1"], "images": 10})
-            tell("stage", {"stage": 0, "so_far": {"last": 0.75}})
-            tell("warning", {"text": "hardly any room left"})
+            emit("task", {"task": "task 1", "classes": ["0", "1"], "images": 10})
+            emit("stage", {"stage": 0, "so_far": {"last": 0.75}})
+            emit("warning", {"text": "hardly any room left"})
             shutil.copytree(place.parent / MADE / job.name, place, dirs_exist_ok=True)
-            tell("finished", {})
         case "finish":
             shutil.copytree(place.parent / MADE / job.name, place, dirs_exist_ok=True)
-            tell("finished", {})
+        case "talk":  # notes how many jobs are at it at a time
+            busy, most = place / "busy", 0
+            busy.touch()
+            for number in range(MESSAGES):
+                emit("epoch", {"epoch": number, "epochs": MESSAGES})
+                most = max(most, len(list(place.parent.glob("*/busy"))))
+            busy.unlink()
+            (place / "most").write_text(str(most))
         case "refuse":
-            tell("failed", {"error": "there is no such data", "final": True})
+            raise TplError("there is no such data")
         case "stumble":
             print("what went wrong", flush=True)  # noqa: T201
-            tell("failed", {"error": "RuntimeError: once", "final": False})
+            raise RuntimeError("once")
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(7)
         case "interrupt":  # as Ctrl-C would
             os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(60)
+            time.sleep(600)  # until it is ended
         case "wait":
-            time.sleep(60)
+            time.sleep(600)  # until it is ended
 
 
 class LightEngine(LocalEngine):

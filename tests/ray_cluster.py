@@ -15,6 +15,12 @@ import pytest
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a name of the address that others reach
 STORE = 80 << 20  # bytes; the least that Ray takes is 75 MiB
+NODE = {"node_ip_address": LOOPBACK, "num_cpus": 1, "object_store_memory": STORE, "include_log_monitor": False}
+
+
+def add_node(cluster: Any, **more: Any) -> Any:
+    """One more machine of one core."""
+    return cluster.add_node(**NODE, **more)
 
 
 @contextmanager
@@ -41,15 +47,9 @@ def two_nodes() -> Iterator[Any]:
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
-        common = {
-            "node_ip_address": LOOPBACK,
-            "num_cpus": 1,
-            "object_store_memory": STORE,
-            "include_log_monitor": False,
-        }
-        cluster = Cluster(initialize_head=True, head_node_args=common | {"temp_dir": place, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"temp_dir": place, "include_dashboard": False})
         try:
-            cluster.add_node(**common, num_gpus=1)
+            add_node(cluster, num_gpus=1)
             yield cluster
         finally:
             import ray

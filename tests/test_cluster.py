@@ -10,72 +10,74 @@ import pytest
 
 from tpl import TplError
 from tpl.bench.engines import create_engine
-from tpl.cluster import Baggage, Parcel, Room, Share, pack, share_out, unpack
+from tpl.cluster import ChangedFiles, Machine, Payload, Share, pack, share_out, unpack
 
 
 @pytest.mark.parametrize(
-    ("rooms", "device", "pieces", "workers", "gpu_share", "share", "fits"),
+    ("machines", "device", "jobs", "workers", "gpu_share", "share", "fits"),
     [
-        ([Room(4, 0)], "auto", 100, None, None, Share(1, 0, 1), 4),
-        ([Room(4, 0)], "auto", 2, None, None, Share(2, 0, 2), 2),
-        ([Room(64, 0), Room(32, 0)], "cpu", 100, None, None, Share(5, 0, 5), 18),  # eight each, or more
-        ([Room(4, 0), Room(12, 0)], "auto", 100, 2, None, Share(6, 0, 6), 2),  # both on the large one
-        ([Room(2, 0)], "auto", 9, 50, None, Share(1, 0, 1), 2),
-        ([Room(16, 2), Room(8, 0)], "auto", 100, None, None, Share(0, 1, 8), 2),
-        ([Room(16, 2), Room(8, 0)], "cuda", 100, None, 0.5, Share(0, 0.5, 4), 4),
-        ([Room(16, 2), Room(2, 1)], "auto", 100, None, 1 / 3, Share(0, 1 / 3, 1), 9),
-        ([Room(16, 2)], "cpu", 100, None, None, Share(2, 0, 2), 8),
+        ([Machine(4, 0)], "auto", 100, None, None, Share(1, 0, 1), 4),
+        ([Machine(4, 0)], "auto", 2, None, None, Share(2, 0, 2), 2),
+        ([Machine(64, 0), Machine(32, 0)], "cpu", 100, None, None, Share(5, 0, 5), 18),  # eight each, or more
+        ([Machine(4, 0), Machine(12, 0)], "auto", 100, 2, None, Share(6, 0, 6), 2),  # both on the large one
+        ([Machine(2, 0)], "auto", 9, 50, None, Share(1, 0, 1), 2),
+        ([Machine(16, 2), Machine(8, 0)], "auto", 100, None, None, Share(0, 1, 8), 2),
+        ([Machine(16, 2), Machine(8, 0)], "cuda", 100, None, 0.5, Share(0, 0.5, 4), 4),
+        ([Machine(16, 2), Machine(2, 1)], "auto", 100, None, 1 / 3, Share(0, 1 / 3, 1), 9),
+        ([Machine(16, 2)], "cpu", 100, None, None, Share(2, 0, 2), 8),
     ],
 )
 def test_machines_are_shared_out(
-    rooms: list[Room],
+    machines: list[Machine],
     device: str,
-    pieces: int,
+    jobs: int,
     workers: int | None,
     gpu_share: float | None,
     share: Share,
     fits: int,
 ) -> None:
-    found = share_out(rooms, device, pieces, workers, gpu_share)
-    assert found == share and found.fits(rooms) == fits
+    found = share_out(machines, device, jobs, workers, gpu_share)
+    assert found == share and found.fits(machines) == fits
 
 
 @pytest.mark.parametrize(
-    ("rooms", "device", "gpu_share", "message"),
+    ("machines", "device", "gpu_share", "message"),
     [
-        ([Room(4, 0)], "cuda", None, "no machine of the cluster has a GPU"),
-        ([Room(4, 0)], "auto", 0.5, "no machine of the cluster has a GPU"),
-        ([Room(4, 1)], "cpu", 0.5, "--device cpu was given"),
-        ([Room(4, 1)], "auto", 0.0, "above 0 and at most 1"),
-        ([Room(4, 1)], "cuda:1", None, "auto, cpu or cuda; got 'cuda:1'"),
+        ([Machine(4, 0)], "cuda", None, "no machine of the cluster has a GPU"),
+        ([Machine(4, 0)], "auto", 0.5, "no machine of the cluster has a GPU"),
+        ([Machine(4, 1)], "cpu", 0.5, "--device cpu was given"),
+        ([Machine(4, 1)], "auto", 0.0, "above 0 and at most 1"),
+        ([Machine(4, 1)], "cuda:1", None, "auto, cpu or cuda; got 'cuda:1'"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(rooms: list[Room], device: str, gpu_share: float, message: str) -> None:
+def test_shares_that_cannot_be_are_refused(
+    machines: list[Machine], device: str, gpu_share: float, message: str
+) -> None:
     with pytest.raises(TplError, match=message):
-        share_out(rooms, device, 8, None, gpu_share)
+        share_out(machines, device, 8, None, gpu_share)
 
 
 def test_a_directory_travels_by_what_changed(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    unpack(Parcel({"log": b"1\n", "model/tasks/000/a": b"old", "model/model.json": b"{}"}), here)
+    unpack(Payload({"log": b"1\n", "model/tasks/000/a": b"old", "model/model.json": b"{}"}), here)
     (here / "model" / ".lock.json").write_text("mine")
     (here / "model" / "tasks" / ".001.partial").mkdir()
     (here / "model" / "tasks" / ".001.partial" / "b").write_text("half")
     whole = pack(here)
     assert set(whole.files) == {"log", "model/tasks/000/a", "model/model.json"}  # neither locks nor halves
     unpack(whole, there)
-    baggage = Baggage(here)
-    assert baggage.changes() == Parcel()
+    changed = ChangedFiles(here)
+    assert changed.take() == Payload()
     (here / "log").write_text("1\n2\n")
     (here / "model" / "tasks" / "001").mkdir()
     (here / "model" / "tasks" / "001" / "b").write_text("new")
     (here / "model" / "tasks" / "000" / "a").unlink()
-    first = baggage.changes(only=["log"])
-    assert first == Parcel({"log": b"1\n2\n"})
-    second = baggage.changes()
-    assert second == Parcel({"model/tasks/001/b": b"new"}, ("model/tasks/000/a",))
-    for parcel in (first, second):
-        unpack(parcel, there)
+    first = changed.take(only=["log"])
+    assert first == Payload({"log": b"1\n2\n"})
+    second = changed.take()
+    assert second == Payload({"model/tasks/001/b": b"new"}, ("model/tasks/000/a",))
+    for payload in (first, second):
+        unpack(payload, there)
     assert pack(there) == pack(here) and not (there / "model" / "tasks" / "000").exists()
 
 
@@ -89,7 +91,7 @@ def test_what_tells_of_other_files_is_written_after_them(tmp_path: Path, monkeyp
         return replace(file, target)
 
     monkeypatch.setattr(Path, "replace", note)
-    unpack(Parcel(dict.fromkeys(names, b"")), tmp_path, last=["model/model.json", "results.json"])
+    unpack(Payload(dict.fromkeys(names, b"")), tmp_path, last=["model/model.json", "results.json"])
     assert set(order[:2]) == {"stages/000.json", "a"} and order[2:] == ["model/model.json", "results.json"]
 
 

@@ -19,9 +19,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import light_jobs
-from light_jobs import MADE, attempts, write_script
+from light_jobs import MADE, MESSAGES, attempts, write_script
 from pictures import photos
-from ray_cluster import two_nodes
+from ray_cluster import add_node, two_nodes
 from tpl import Learner, TplError, cli
 from tpl.bench.engines import Job, JobEvent, create_engine
 from tpl.bench.results import is_alive
@@ -29,8 +29,9 @@ from tpl.bench.run import execute
 from tpl.bench.spec import RunSpec
 from tpl.bench.suite import Suite, check_suite
 from tpl.bench.suite_run import RunState, SuiteRun, read_states
-from tpl.bulk import Readers
+from tpl.bulk import WorkerPool, answer_here
 from tpl.cluster import connect
+from tpl.stream import Found, find_images
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def cluster() -> Iterator[Any]:
 
 def engine(**options: Any) -> Any:
     """`ray` with light jobs."""
-    made = create_engine("ray", options.pop("device", "cpu"), None, **options)
+    made = create_engine("ray", options.pop("device", "cpu"), options.pop("workers", None), **options)
     made.carry_out = light_jobs.carry_out  # type: ignore[attr-defined]
     return made
 
@@ -57,7 +58,7 @@ def jobs_in(out: Path, script: dict[str, list[str]], **settings: Any) -> list[Jo
 
 
 def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -181,6 +182,17 @@ def test_a_dead_worker_is_replaced_once_and_takes_nobody_along(cluster: Any, tmp
     assert not list(tmp_path.glob(".here-*"))
 
 
+def test_no_more_runs_at_a_time_than_there_is_room_for_and_no_message_lost(cluster: Any, tmp_path: Path) -> None:
+    jobs = jobs_in(tmp_path, {name: ["talk"] for name in "abcdef"})
+    found: dict[str, list[JobEvent]] = {job.name: [] for job in jobs}
+    for event in engine(workers=6).run(jobs):  # Ray has them all; two cores are there
+        found[event.job].append(event)
+    for name, events in found.items():
+        assert [e.kind for e in events] == ["started", "run", *["epoch"] * MESSAGES, "finished"]
+        assert [e.data["epoch"] for e in events if e.kind == "epoch"] == list(range(MESSAGES))
+        assert int((tmp_path / name / "most").read_text()) <= 2
+
+
 def test_runs_share_a_gpu(cluster: Any, tmp_path: Path) -> None:
     jobs = jobs_in(tmp_path, {"a": ["wait"], "b": ["wait"], "c": ["wait"]})
     sharing = engine(device="auto", gpu_share=0.5)
@@ -256,31 +268,61 @@ def predict(model: Path, *more: str | Path) -> Result:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
-def test_a_cluster_goes_on_with_the_answers_of_this_process(
-    cluster: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_goes_on_with_the_answers_of_this_process(cluster: Any, model: Path, tmp_path: Path) -> None:
     whole = predict(model, "--json").stdout
     assert whole.count("\n") == 12 and whole.count('"error"') == 2
     file = tmp_path / "answers.jsonl"
     first = json.loads(predict(model, "--out", file, "--json").stdout)
     assert (first["images"], first["earlier"], first["unreadable"]) == (12, 0, 2) and file.read_text() == whole
     file.write_text("".join(whole.splitlines(keepends=True)[:5]) + '{"path": "cut o')
-    given: list[Any] = []
-    give = Readers._give
-
-    def kill_the_first(self: Readers, piece: Any, room: int) -> None:
-        give(self, piece, room)
-        given.append(piece.reader)
-        if len(given) == 1:
-            self.ray.kill(piece.reader)
-
-    monkeypatch.setattr(Readers, "_give", kill_the_first)
     again = predict(model, "--out", file, "--json", "--engine", "ray")
     counts = json.loads(again.stdout)
     assert (counts["images"], counts["earlier"], counts["unreadable"]) == (12, 5, 2)
     assert file.read_text() == whole  # the same answers in the same order, errors included
-    assert len(given) > 3  # three batches, and what the killed one had was given again
     assert sorted(f.name for f in tmp_path.iterdir()) == ["answers.jsonl", "answers.jsonl.job.json"]
+
+
+def images_of(model: Path) -> list[Found]:
+    return list(find_images([str(model.parent / "inbox"), str(model.parent / "gone.png")], None))
+
+
+def first_worker(ray: Any) -> int:
+    """The process of the first worker; it answers when its batches are done."""
+    worker = ray.get_actor(min(ray.util.list_named_actors()))
+    return int(ray.get(worker.__ray_call__.remote(lambda self: os.getpid())))
+
+
+def test_a_killed_worker_loses_no_answer(cluster: Any, model: Path) -> None:
+    found = images_of(model)
+    pool = WorkerPool(model, None, "cpu", 3, None)
+    pids: list[int] = []
+
+    def images() -> Iterator[Found]:
+        yield from found[:2]
+        pids.append(first_worker(pool.ray))
+        os.kill(pids[0], signal.SIGSTOP)  # it gets the next batch, and cannot have it done
+        yield from found[2:4]
+        os.kill(pids[0], signal.SIGKILL)
+        yield from found[4:]
+        pids.append(first_worker(pool.ray))
+
+    answered = list(pool.answer(images(), 2))
+    assert answered == list(answer_here(Learner.load(model, device="cpu"), found, 2, 3))
+    assert sum(len(part.answers) for part in answered) == 10 and pids[0] != pids[1]
+
+
+def test_a_lost_machine_loses_no_answer(cluster: Any, model: Path) -> None:
+    found = images_of(model)
+    more = add_node(cluster)
+    pool = WorkerPool(model, None, "cpu", 3, None)
+
+    def images() -> Iterator[Found]:
+        yield from found[:6]
+        cluster.remove_node(more, allow_graceful=False)
+        yield from found[6:]
+
+    answered = list(pool.answer(images(), 2))
+    assert answered == list(answer_here(Learner.load(model, device="cpu"), found, 2, 3))
 
 
 def test_answers_of_another_job_are_not_gone_on_with(model: Path, tmp_path: Path) -> None:

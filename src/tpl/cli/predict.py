@@ -142,7 +142,7 @@ def _answering(
     model: Path, weights: Path | None, device: str, engine: str, address: str | None, batch: int, form: Format
 ) -> Callable[[Iterator[Found]], Generator[Answered]]:
     """The function that answers found images, here or on a cluster; a model that cannot be loaded is an error now."""
-    from tpl.bulk import Readers, answer_here
+    from tpl.bulk import WorkerPool, answer_here
     from tpl.learner import Learner
     from tpl.store import ModelStore
 
@@ -152,8 +152,8 @@ def _answering(
     if engine == "local":
         return lambda found: answer_here(learner, found, batch, form.top)
     ModelStore(model).header()
-    readers = Readers(model, weights, device, form.top, address)
-    return lambda found: readers.answer(found, batch)
+    pool = WorkerPool(model, weights, device, form.top, address)
+    return lambda found: pool.answer(found, batch)
 
 
 @contextmanager

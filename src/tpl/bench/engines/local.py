@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from tpl.bench.engines.base import ATTEMPTS, FAILED, FINISHED, RETRIED, STARTED, Engine, Job, JobEvent
-from tpl.bench.engines.process import LOG, start, without_interrupts
-from tpl.bench.engines.work import CarryOut, carry_out
-from tpl.cluster import THREADS
+from tpl.bench.engines.base import (
+    ATTEMPTS,
+    FAILED,
+    FINISHED,
+    LOG,
+    RETRIED,
+    STARTED,
+    CarryOut,
+    Engine,
+    Job,
+    JobEvent,
+    carry_out,
+    output_kept,
+    try_job,
+    without_interrupts,
+)
+from tpl.cluster import MOST_ON_CPU, THREADS
 from tpl.errors import TplError
 
-MOST_ON_CPU = 8  # each takes the memory of a whole run
 GRACE = 10.0  # seconds for a process to be gone
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -34,7 +50,7 @@ class _Worker:
     verdict: JobEvent | None = None
 
     def crash(self) -> str:
-        """How the process ended without a word."""
+        """How the process ended without a last message."""
         code = self.process.exitcode
         if code is not None and code < 0:
             hint = ": it may have run out of memory" if -code == getattr(signal, "SIGKILL", 9) else ""
@@ -81,20 +97,20 @@ class LocalEngine(Engine):
                 while waiting and free:
                     (job, attempt), slot = waiting.popleft(), free.pop(0)
                     with without_interrupts():  # no process without its entry: it would never be ended
-                        ear, process = start(job, self.carry_out, self.environment(slot, slots))
-                        working[ear] = _Worker(job, attempt, slot, process)
+                        messages, process = _start(job, self.carry_out, self.environment(slot, slots))
+                        working[messages] = _Worker(job, attempt, slot, process)
                     yield JobEvent(job.name, STARTED, {"attempt": attempt, "pid": process.pid})
-                for ear in [ear for ear in wait(list(working)) if isinstance(ear, Connection)]:
-                    worker = working[ear]
-                    event = _hear(ear, worker.job)
+                for messages in [one for one in wait(list(working)) if isinstance(one, Connection)]:
+                    worker = working[messages]
+                    event = _receive(messages, worker.job)
                     if event is not None:
                         if event.kind in (FINISHED, FAILED):
                             worker.verdict = event  # it counts when the process has gone
                         else:
                             yield event
                         continue
-                    del working[ear]
-                    ear.close()
+                    del working[messages]
+                    messages.close()
                     free.append(worker.slot)
                     end = _end(worker)
                     if end.kind == RETRIED:
@@ -119,13 +135,41 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def _hear(ear: Connection, job: Job) -> JobEvent | None:
-    """The next word of a worker; None when it has gone."""
+def _start(job: Job, carry_out: CarryOut, environment: Mapping[str, str]) -> tuple[Connection, BaseProcess]:
+    """Start a process that carries out a job under some variables of its own, and the connection with its messages.
+
+    To be called `without_interrupts`: the process never gets Ctrl-C then. It is for the suite to end its workers.
+    """
+    messages, sender = _SPAWN.Pipe(duplex=False)
+    process = _SPAWN.Process(target=_work, args=(job.to_json(), carry_out, sender), name=job.name)
+    with _environment(environment):
+        process.start()
+    sender.close()  # the process holds the only one: its death ends the connection
+    return messages, process
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a process that starts now: torch reads them once, when it is imported."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
-        word = json.loads(ear.recv_bytes())
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _receive(messages: Connection, job: Job) -> JobEvent | None:
+    """The next message of a worker; None when it has gone."""
+    try:
+        kind, data = json.loads(messages.recv_bytes())
     except (EOFError, OSError):
         return None
-    return JobEvent(job.name, word["kind"], word["data"])
+    return JobEvent(job.name, kind, data)
 
 
 def _end(worker: _Worker) -> JobEvent:
@@ -146,10 +190,35 @@ def _stop(working: Mapping[Connection, _Worker]) -> None:
     """End all processes. They may be at anything: a run directory stands that."""
     for worker in working.values():
         worker.process.terminate()
-    for ear, worker in working.items():
+    for messages, worker in working.items():
         worker.process.join(GRACE)
         if worker.process.exitcode is None:
             worker.process.kill()
             worker.process.join()
         worker.process.close()
-        ear.close()
+        messages.close()
+
+
+# In the worker's process
+
+
+def _work(text: str, carry_out: CarryOut, sender: Connection) -> None:
+    job = Job.from_json(text)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def emit(kind: str, data: dict[str, Any]) -> None:
+        sender.send_bytes(json.dumps((kind, data)).encode())
+
+    with output_kept(Path(job.directory)):
+        failure = try_job(carry_out, job, emit)
+        emit(FAILED if failure else FINISHED, failure or {})
+        sender.close()
+        os._exit(0)  # threads of libraries may still be at work; the run is on disk
+
+
+def _end_with_parent() -> None:
+    """End as soon as the suite has gone, even by kill -9."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(3)
