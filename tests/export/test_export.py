@@ -26,7 +26,7 @@ from tpl.export.file import export_onnx, quantised
 from tpl.export.graph import AnswerGraph
 from tpl.methods.plus import TPLPlus
 from tpl.nets.compact import DATA_CONFIG
-from tpl.nets.encoder import ViTEncoder
+from tpl.nets.vit import ViTEncoder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 16, "device": "cpu"}

@@ -35,7 +35,7 @@ from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, as_vit
-from tpl.nets.encoder import prompted
+from tpl.nets.vit import prompted
 from tpl.state import State
 from tpl.stream import Task
 

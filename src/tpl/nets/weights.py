@@ -18,7 +18,7 @@ from torch import Tensor
 from tpl.errors import TplError
 from tpl.nets import compact, resnet
 from tpl.nets.base import Encoder
-from tpl.nets.encoder import ViTEncoder, hash_tensors
+from tpl.nets.vit import ViTEncoder, hash_tensors
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {

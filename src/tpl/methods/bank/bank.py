@@ -26,8 +26,7 @@ from tpl.engine import QUARTERS, Compute, Event, Inference, Listener, records
 from tpl.engine.infer import BLOCK, Recording
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
-from tpl.nets import Encoder, Trainable, ViTEncoder, Weights, unstacked
-from tpl.nets.transposed import Part, TransposedTask, TransposedTrunk
+from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
