@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tpl import store as store_module
+from tpl.files import replace_text
 from tpl.methods.base import State
-from tpl.store import SCHEMA, ModelStore, StoreError, replace_text
+from tpl.store import SCHEMA, ModelStore, StoreError
 
 Commit = tuple[dict[str, Any], State, dict[str, Tensor]]
 

@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from tpl.errors import TplError
+from tpl.files import partial_name, replace_text, sha256, sync_folder
 from tpl.state import State
 
 if TYPE_CHECKING:  # torch takes seconds to import; what a model knows stands in its header
@@ -170,10 +171,10 @@ class ModelStore:
             complete["files"] = dict(sorted(sums.items()))
             replace_text(self.header_file, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
         except (OSError, SafetensorError) as error:
-            for leftover in (self.path / newest, _partial(self.path / newest)):
+            for leftover in (self.path / newest, partial_name(self.path / newest)):
                 shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
-                _partial(self.header_file).unlink(missing_ok=True)
+                partial_name(self.header_file).unlink(missing_ok=True)
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
             ) from error
@@ -182,7 +183,7 @@ class ModelStore:
     def _write_folder(self, folder: str, parts: dict[str, dict[str, Tensor]]) -> dict[str, str]:
         """Write files into a new folder; gives their checksums."""
         target = self.path / folder
-        partial = _partial(target)
+        partial = partial_name(target)
         for stale in (partial, target):  # what an interrupted commit left behind
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -190,9 +191,9 @@ class ModelStore:
         for name, tensors in parts.items():
             _save(tensors, partial / Path(name).name)
             sums[name] = sha256(partial / Path(name).name)
-        _sync_folder(partial)
+        sync_folder(partial)
         partial.rename(target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
         return sums
 
     def _load(self, name: str, checksum: str | None) -> dict[str, Tensor]:
@@ -238,7 +239,7 @@ class ModelStore:
         except (StoreError, OSError, KeyError, TypeError):
             return  # nothing to go by
         with suppress(OSError):
-            _partial(self.header_file).unlink(missing_ok=True)
+            partial_name(self.header_file).unlink(missing_ok=True)
         for folder in folders:
             with suppress(OSError):  # the model is committed already: leftovers are no failure
                 for file in folder.glob("*.safetensors"):
@@ -254,47 +255,9 @@ def _reason(error: Exception) -> str:
     return "the disk is full: free some space and do this again" if full else str(error)
 
 
-def sha256(file: Path) -> str:
-    """The checksum of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _partial(target: Path) -> Path:
-    """The name under which a file or folder is made, before it takes its place."""
-    return target.with_name(f".{target.name}.partial")
-
-
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Replace a text file in one step."""
-    partial = _partial(file)
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder outlast a power cut, where the system can.
-
-    Never fails: after the rename that commits a model nothing may call the commit off.
-    """
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # not possible on this system
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)

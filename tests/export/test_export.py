@@ -227,6 +227,6 @@ def test_what_cannot_be_exported_is_explained(place: Path, learner: Learner, tmp
 def test_missing_packages_are_named(
     learner: Learner, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpl.export.ready.find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr("tpl.export.find_spec", lambda name: None if name == "onnxscript" else object())
     result = call("export", place / "model", tmp_path / "model.onnx")
     assert isinstance(result.exception, TplError) and "tpl-cil[export]" in str(result.exception)

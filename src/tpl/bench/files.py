@@ -11,8 +11,8 @@ from tpl.bench.environment import describe_environment
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event, Listener
 from tpl.errors import TplError
+from tpl.files import replace_text
 from tpl.learner import Learner
-from tpl.store import replace_text
 from tpl.stream import Stream, fingerprint
 
 

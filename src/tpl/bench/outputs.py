@@ -27,10 +27,10 @@ from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import ReadTable
 from tpl.engine import Event, Listener, silent
 from tpl.errors import TplError
+from tpl.files import sha256
 from tpl.methods import Method
 from tpl.methods.bank import Outputs, Seen
 from tpl.methods.base import KEEP, task_of_class
-from tpl.store import sha256
 from tpl.stream import Stream, fingerprint
 
 

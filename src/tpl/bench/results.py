@@ -13,7 +13,7 @@ import numpy as np
 from tpl.bench import metrics
 from tpl.bench.metrics import Matrix
 from tpl.errors import TplError
-from tpl.store import replace_text
+from tpl.files import replace_text
 
 KINDS = ("cil", "til", "tp")
 DETAILS = ("task_confusion", "class_accuracy")

@@ -22,11 +22,11 @@ from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute_together
 from tpl.engine import Event, Listener, RunLabel, labelled, silent
 from tpl.errors import TplError
+from tpl.files import replace_text
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
-from tpl.store import replace_text
 
 PLAIN = "none"
 MEASURED = ("last", "auroc", "til", "last_calibrated")

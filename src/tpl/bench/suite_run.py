@@ -31,9 +31,9 @@ from tpl.bench.suite_state import (
     write_failure,
 )
 from tpl.errors import TplError
+from tpl.files import replace_text, sha256
 from tpl.nets import compact
-from tpl.nets.weights import hash_file
-from tpl.store import ModelStore, replace_text
+from tpl.store import ModelStore
 
 Watcher = Callable[[RunState, JobEvent], None]
 
@@ -140,7 +140,7 @@ class Finished:
 
     def _encoder(self, spec: RunSpec, before: dict[str, Any]) -> str:
         if spec.weights is not None:
-            return hash_file(spec.weights)
+            return sha256(spec.weights)
         return str(compact.record()["sha256"] if spec.encoder == compact.NAME else before["encoder"]["sha256"])
 
     def _data(self, spec: RunSpec) -> dict[str, str]:

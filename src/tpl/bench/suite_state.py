@@ -13,7 +13,8 @@ from typing import Any
 from tpl.bench.pace import Pace
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.store import ModelStore, replace_text
+from tpl.files import replace_text
+from tpl.store import ModelStore
 
 WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finished", "failed", "interrupted"
 STATES = (FINISHED, RUNNING, WAITING, INTERRUPTED, FAILED)

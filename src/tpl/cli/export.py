@@ -17,8 +17,7 @@ from tpl.errors import TplError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpl.export.compare import Comparison
-    from tpl.export.file import Exported
+    from tpl.export.file import Comparison, Exported
     from tpl.learner import Learner
     from tpl.stream import Labelled
 
@@ -51,7 +50,7 @@ def export(
 
     `tpl export model small.onnx --precision int8 --check test-photos/`
     """
-    from tpl.export.ready import check_ready
+    from tpl.export import check_ready
 
     file = file.expanduser()
     check_ready(file, precision)
@@ -75,7 +74,7 @@ def export(
 def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Comparison, list[str]]:
     """Model and file on labelled images, and the images that could not be read."""
     from tpl.console import work_progress
-    from tpl.export.compare import compare
+    from tpl.export.file import compare
     from tpl.stream import batches_of
 
     left_out = list(given.skipped)

@@ -140,7 +140,8 @@ def _kept(file: Path | None, model: Path, form: Form) -> Iterator[AnswerFile | N
         yield None
         return
     from tpl.cli.predict_file import AnswerFile
-    from tpl.store import ModelStore, sha256
+    from tpl.files import sha256
+    from tpl.store import ModelStore
 
     job = {"model": sha256(ModelStore(model).header_file), "top": form.top, "reject": form.reject}
     with AnswerFile(file, job).open() as kept:

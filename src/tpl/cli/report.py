@@ -110,7 +110,7 @@ def _write_tables(
 
 
 def _write(file: Path, text: str) -> None:
-    from tpl.store import replace_text
+    from tpl.files import replace_text
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, train
-from tpl.engine.adam import Adam
+from tpl.engine import IGNORED, Adam, Compute, Inference, Listener, Recipe, Samples, train
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.methods.parts.head import GrowingHead

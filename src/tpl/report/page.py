@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tpl._version import __version__
 from tpl.errors import TplError
+from tpl.files import replace_text
 from tpl.report import words
 from tpl.report.columns import COLUMNS, Column
 from tpl.report.compare import Comparison, comparison_sheet
@@ -19,7 +20,6 @@ from tpl.report.scenes import Scene, scenes_of
 from tpl.report.sections import scene_sections, study_sections
 from tpl.report.sheets import overview
 from tpl.report.tables import columns_of
-from tpl.store import replace_text
 
 
 def write_page(findings: Findings, file: Path, title: str, comparison: Comparison | None = None) -> list[Scene]:

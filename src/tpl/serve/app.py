@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 
 from tpl._version import __version__
-from tpl.engine import records
+from tpl.engine import uses_cuda_graphs
 from tpl.errors import TplError
 from tpl.serve import schema
 from tpl.serve.batching import Batcher
@@ -98,7 +98,7 @@ class Server:
         await (self.batcher.call(self.holder.refresh) if self._on_gpu() else asyncio.to_thread(self.holder.refresh))
 
     def _on_gpu(self) -> bool:
-        return records(self.holder.current.learner.method.compute.device)
+        return uses_cuda_graphs(self.holder.current.learner.method.compute.device)
 
     async def _watch(self) -> None:
         while True:
