@@ -21,9 +21,8 @@ import torch
 
 from tpl import Learner
 from tpl.bench.results import describe_environment
-from tpl.export.compare import compare
-from tpl.export.file import export_onnx
-from tpl.export.ready import PRECISIONS
+from tpl.export import PRECISIONS
+from tpl.export.file import compare, export_onnx
 from tpl.stream import load_source, split
 
 BATCHES = (1, 64)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tpl.bench.results import describe_environment
-from tpl.engine import Compute, Feed, RecordedStep, Samples, Step, choose_compute
+from tpl.engine import CapturedStep, Compute, Feed, Samples, Step, choose_compute
 from tpl.methods.bank.training import BankObjective
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder, create_encoder
@@ -83,7 +83,7 @@ def measure(
 def training(methods: list[TPL], steps: int) -> tuple[Callable[[], None], int]:
     """One epoch of a second task, of several methods side by side, and its number of images."""
     first = methods[0]
-    recorded = first.compute.device.type == "cuda"
+    captured = first.compute.device.type == "cuda"
     models, batches = [], []
     for method in methods:
         bank, generator = method.bank, torch.Generator().manual_seed(method.seed)
@@ -95,9 +95,9 @@ def training(methods: list[TPL], steps: int) -> tuple[Callable[[], None], int]:
     objective = BankObjective([method.bank for method in methods], models, methods[0].config.batch_size)
     optimiser = first.config.optimiser(objective.parameters())
     objective.protect(optimiser)
-    feed = Feed(batches, full=recorded)
+    feed = Feed(batches, full=captured)
     plain = Step(objective, optimiser, feed, first.normalise)
-    step = RecordedStep(plain) if recorded else plain
+    step = CapturedStep(plain) if captured else plain
     progress = torch.tensor(0.5, device=first.compute.device)
     optimiser.scale_rate(0.5)  # as a falling rate does
 

@@ -17,7 +17,7 @@ import torch
 
 from tpl.engine import Recipe
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
-from tpl.nets.resnet_kernels import KernelStack, Layout
+from tpl.nets.resnet import KernelStack, Layout
 
 
 def main() -> None:

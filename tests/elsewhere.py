@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tpl.engine import recording as engine_recording
+from tpl.engine import compute as engine_compute
 
 ELSEWHERE = torch.device("lazy", 0)
 aten = torch.ops.aten
@@ -186,7 +186,7 @@ def elsewhere(recording: bool = False) -> Iterator[torch.device]:
     try:
         with ExitStack() as stack:
             if recording:
-                stack.enter_context(mock.patch.object(engine_recording, "RECORDING", {ELSEWHERE.type}))
+                stack.enter_context(mock.patch.object(engine_compute, "GRAPH_DEVICES", {ELSEWHERE.type}))
                 stack.enter_context(mock.patch.multiple(torch.cuda, **STANDS_FOR))
             stack.enter_context(There())
             stack.enter_context(MadeThere())

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from handwriting import digits
 from tpl import Learner, TplError
-from tpl.engine import IGNORED, GatedSGD, Recipe, RecordedStep, Samples, choose_compute, silent, train
+from tpl.engine import IGNORED, CapturedStep, GatedSGD, Recipe, Samples, choose_compute, silent, train
 from tpl.engine.distributed import Processes, launched, working_with
 from tpl.methods import load_methods
 from tpl.nets import ViTEncoder
@@ -198,16 +198,16 @@ class OneOfOne(Processes):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_sums_over_processes_are_part_of_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_processes_are_part_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's sum is replayed with the rest of the step: the answers are those of one process."""
-    recorded = list[str]()
-    record = RecordedStep._record
+    captured = list[str]()
+    capture = CapturedStep._capture
 
-    def noting(step: RecordedStep, *inputs: Any) -> None:
-        record(step, *inputs)
-        recorded.append(type(step.step).__name__)
+    def noting(step: CapturedStep, *inputs: Any) -> None:
+        capture(step, *inputs)
+        captured.append(type(step.step).__name__)
 
-    monkeypatch.setattr(RecordedStep, "_record", noting)
+    monkeypatch.setattr(CapturedStep, "_capture", noting)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     alone = learned("tpl", "cuda", epochs=4)
@@ -217,5 +217,5 @@ def test_sums_over_processes_are_part_of_a_recorded_step(monkeypatch: pytest.Mon
             shared = learned("tpl", "cuda", epochs=4)
     finally:
         distributed.destroy_process_group()
-    assert recorded == ["Step"] * 2 + ["SharedStep"] * 2
+    assert captured == ["Step"] * 2 + ["SharedStep"] * 2
     torch.testing.assert_close(shared, alone, rtol=0, atol=1e-4)

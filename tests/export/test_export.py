@@ -26,7 +26,7 @@ from tpl.export.file import export_onnx, quantised
 from tpl.export.graph import AnswerGraph
 from tpl.methods.plus import TPLPlus
 from tpl.nets.compact import DATA_CONFIG
-from tpl.nets.encoder import ViTEncoder
+from tpl.nets.vit import ViTEncoder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 16, "lr": 0.05, "memory": 16, "device": "cpu"}
@@ -227,6 +227,6 @@ def test_what_cannot_be_exported_is_explained(place: Path, learner: Learner, tmp
 def test_missing_packages_are_named(
     learner: Learner, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpl.export.ready.find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr("tpl.export.find_spec", lambda name: None if name == "onnxscript" else object())
     result = call("export", place / "model", tmp_path / "model.onnx")
     assert isinstance(result.exception, TplError) and "tpl-cil[export]" in str(result.exception)

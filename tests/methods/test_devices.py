@@ -21,8 +21,8 @@ from elsewhere import ELSEWHERE, elsewhere
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
-from tpl.engine import infer
-from tpl.engine.recording import recorded
+from tpl.engine import compute as engine_compute
+from tpl.engine.compute import capture
 from tpl.methods import load_methods
 from tpl.methods.bank import bank as bank_module
 from tpl.methods.bank.techniques import TECHNIQUES, ClassVAE
@@ -47,7 +47,7 @@ CASES |= {
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little as can be: of CMG's generator, and of the rows that fill a GPU's passes up."""
     monkeypatch.setattr(ClassVAE, "steps", 5)
-    for module, name in ((infer, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
+    for module, name in ((engine_compute, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
         monkeypatch.setattr(module, name, 32)
 
 
@@ -78,7 +78,7 @@ def test_learns_recorded_as_plain_and_moves_house(
             learner.learn(task)
             assert evaluator.stage(stage).drift in (None, 0.0)
             with monkeypatch.context() as patch:  # (the package's `train` is the function: the module by its name)
-                patch.setattr(sys.modules["tpl.engine.train"], "RecordedStep", lambda step: step)
+                patch.setattr(sys.modules["tpl.engine.train"], "CapturedStep", lambda step: step)
                 plain.learn(task)
         answers = learner.log_probabilities(images)
         assert torch.equal(answers, plain.log_probabilities(images))
@@ -117,7 +117,7 @@ def test_a_tape_does_the_same_with_other_numbers() -> None:
     with elsewhere(recording=True) as device:
         given, total = torch.ones(3, device=device), torch.zeros(3, device=device)
         tape = torch.cuda.CUDAGraph()
-        with recorded(tape):
+        with capture(tape):
             doubled = given * 2
             total += doubled
         assert total.tolist() == [0, 0, 0]  # noted, not done
@@ -138,7 +138,7 @@ def test_what_cannot_be_recorded_is_refused(step: Callable[[torch.Tensor], objec
     with elsewhere(recording=True) as device:
         far = torch.arange(3.0, device=device)
         step(far)
-        with recorded(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="not permitted"):
+        with capture(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="not permitted"):
             step(far)
 
 
@@ -146,6 +146,6 @@ def test_what_nobody_needs_is_freed_only_after_a_recording() -> None:
     with elsewhere(recording=True):
         with pytest.raises(RuntimeError, match="freed now"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             pass
-        with pytest.raises(ZeroDivisionError), recorded(torch.cuda.CUDAGraph()):
+        with pytest.raises(ZeroDivisionError), capture(torch.cuda.CUDAGraph()):
             raise ZeroDivisionError
     assert gc.isenabled()

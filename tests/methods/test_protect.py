@@ -15,7 +15,6 @@ from tpl.engine import Event
 from tpl.methods.bank.protect import PROTECTIONS, Hat, ProtectConfig, SupSup
 from tpl.methods.tpl import TPL
 from tpl.nets import Adapters, AdapterStack, hat
-from tpl.nets.adapters import gates
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 16, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 24, "protect": "supsup"}
@@ -263,7 +262,7 @@ def test_hats_penalty_and_gates_are_its_arithmetic() -> None:
     torch.testing.assert_close(protection.penalty(mask, None), 0.3 * mask.mean(dim=1))
     torch.testing.assert_close(protection.penalty(mask, used), 0.3 * hat.regulariser(mask, used))
     weights = stacked(adapters, some_adapters(1))
-    found, expected = protection.gates(weights, used), gates(weights, used)
+    found, expected = protection.gates(weights, used), weights.gates(used)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     own = torch.tensor([-9.0, 0.5, 9.0])
     protection.after_step(own)

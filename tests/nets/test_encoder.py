@@ -7,7 +7,7 @@ import torch
 from timm.data import resolve_data_config
 
 from tpl.nets import AdapterStack, ViTEncoder, create_encoder
-from tpl.nets.encoder import hash_tensors
+from tpl.nets.vit import hash_tensors
 
 
 def tiny_vit() -> ViTEncoder:

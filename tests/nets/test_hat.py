@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpl.nets import Adapters, hat
-from tpl.nets.adapters import AdapterMasks, adapt
+from tpl.nets.blocks import AdapterMasks, adapt
 
 
 def test_scale_rises_from_the_inverse_and_never_reaches_the_maximum() -> None:

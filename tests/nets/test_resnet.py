@@ -9,7 +9,7 @@ from torchvision.models import resnet18
 
 from tpl.errors import TplError
 from tpl.nets import EncoderError, ResNetEncoder, create_encoder, resnet
-from tpl.nets.resnet_kernels import Kernels, KernelStack, Layout
+from tpl.nets.resnet import Kernels, KernelStack, Layout
 
 
 def random(seed: int = 0) -> torch.Generator:

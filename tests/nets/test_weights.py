@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tpl.files import sha256_of
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import WEIGHTS, create_compact, record
-from tpl.nets.weights import hash_file, read_weights
+from tpl.nets.weights import read_weights
 
 PACKAGED = Path(str(WEIGHTS))
 
@@ -29,7 +30,7 @@ class MakesFolder:
 
 def test_the_packaged_weights_are_the_recorded_ones() -> None:
     made = record()
-    assert hash_file(PACKAGED) == made["sha256"] == create_encoder().sha256
+    assert sha256_of(PACKAGED) == made["sha256"] == create_encoder().sha256
     assert PACKAGED.stat().st_size == made["bytes"] <= 6e6
 
 
@@ -52,7 +53,7 @@ def test_a_torch_state_dict_gives_the_same_encoder(wrapped: bool, tmp_path: Path
     torch.save({"model": state, "epoch": 3} if wrapped else state, file)
     packaged, loaded = create_encoder(), create_encoder("compact", file)
     assert (loaded.weights, packaged.weights) == (file, None)
-    assert loaded.sha256 == hash_file(file) != packaged.sha256
+    assert loaded.sha256 == sha256_of(file) != packaged.sha256
     assert packaged.state_dict().keys() == loaded.state_dict().keys()
     for name, tensor in packaged.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name

@@ -218,11 +218,11 @@ class Finished:
             return False
 
     def _encoder(self, spec: RunSpec, before: dict[str, Any]) -> str:
+        from tpl.files import sha256_of
         from tpl.nets import compact
-        from tpl.nets.weights import hash_file
 
         if spec.weights is not None:
-            return hash_file(spec.weights)
+            return sha256_of(spec.weights)
         return str(compact.record()["sha256"] if spec.encoder == compact.NAME else before["encoder"]["sha256"])
 
     def _data(self, spec: RunSpec) -> dict[str, str]:

@@ -18,8 +18,7 @@ from tpl.errors import TplError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpl.export.compare import Comparison
-    from tpl.export.file import Exported
+    from tpl.export.file import Comparison, Exported
     from tpl.learner import Learner
     from tpl.stream import Labelled
 
@@ -56,7 +55,7 @@ def export(
 
     `tpl export model small.onnx --precision int8 --check test-photos/`
     """
-    from tpl.export.ready import check_ready
+    from tpl.export import check_ready
 
     file = file.expanduser()
     check_ready(file, precision)
@@ -80,7 +79,7 @@ def export(
 def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Comparison, list[str]]:
     """Compare model and file on labelled images; also name the images that could not be read."""
     from tpl.console import work_progress
-    from tpl.export.compare import compare
+    from tpl.export.file import compare
     from tpl.stream import batches_of
 
     left_out = list(given.skipped)

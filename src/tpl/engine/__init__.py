@@ -1,19 +1,20 @@
-"""The training loop, inference, the gated optimiser, devices and progress events."""
+"""The training loop, inference, gated optimisers, devices and progress events."""
 
-from tpl.engine.batches import IGNORED, QUARTERS, Batches, Feed, Samples, Turns
-from tpl.engine.device import Compute, choose_compute
+from tpl.engine.batches import IGNORED, ROTATIONS, Batches, Feed, RotationClasses, Samples
+from tpl.engine.compute import BLOCK, CapturedFunction, Compute, Inference, choose_compute, uses_cuda_graphs
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Event, Listener, RunLabel, labelled, silent
-from tpl.engine.infer import Inference
-from tpl.engine.optim import GatedSGD
-from tpl.engine.recording import records
-from tpl.engine.steps import Objective, RecordedStep, Step
-from tpl.engine.train import Recipe, batches_of_images, train
+from tpl.engine.optim import Adam, GatedSGD
+from tpl.engine.train import CapturedStep, Objective, Recipe, Step, batches_of_images, train
 
 __all__ = [
+    "BLOCK",
     "IGNORED",
-    "QUARTERS",
+    "ROTATIONS",
+    "Adam",
     "Batches",
+    "CapturedFunction",
+    "CapturedStep",
     "Compute",
     "Event",
     "Feed",
@@ -23,17 +24,16 @@ __all__ = [
     "Objective",
     "Processes",
     "Recipe",
-    "RecordedStep",
+    "RotationClasses",
     "RunLabel",
     "Samples",
     "Step",
-    "Turns",
     "batches_of_images",
     "choose_compute",
     "current",
     "joined",
     "labelled",
-    "records",
     "silent",
     "train",
+    "uses_cuda_graphs",
 ]

@@ -1,4 +1,4 @@
-"""SGD whose final update is gated, weight by weight.
+"""SGD and Adam whose final update is gated, weight by weight.
 
 HAT protects old tasks by stopping the weights they use. Gating the raw gradient would not do:
 momentum and weight decay would still move a protected weight. Here the gate multiplies the finished
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+EPSILON = 1e-8  # of Adam
 
 
 class GatedSGD(torch.optim.Optimizer):
@@ -29,7 +31,7 @@ class GatedSGD(torch.optim.Optimizer):
         super().__init__(params, defaults)
         # Where a parameter may move, and how far; None: freely, wherever it may move at all.
         self.gates: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        self._factor: Tensor | None = None  # on the device, where a recorded step reads it
+        self._factor: Tensor | None = None  # on the device, where a captured step reads it
 
     def gate(self, parameter: Tensor, gate: Tensor) -> None:
         """Let `parameter` move by `gate` (1 = freely, 0 = not at all) times its update."""
@@ -37,7 +39,7 @@ class GatedSGD(torch.optim.Optimizer):
         self.gates[parameter] = gate > 0, None if binary else gate
 
     def scale_rate(self, factor: float) -> None:
-        """Go on at `factor` times the learning rate. Call it before a step is recorded, and before any step after."""
+        """Go on at `factor` times the learning rate. Call it before a step is captured, and before any step after."""
         if self._factor is None:
             self._factor = torch.ones((), device=self.param_groups[0]["params"][0].device)
         self._factor.fill_(factor)
@@ -77,3 +79,29 @@ class GatedSGD(torch.optim.Optimizer):
         else:
             buffer.mul_(momentum).add_(update)
         return update.add(buffer, alpha=momentum) if nesterov else buffer
+
+
+class Adam(GatedSGD):
+    """Adam as torch defines it, with the gates and the changing rate of `GatedSGD`; its counters are on the device.
+
+    For parameters that plain SGD hardly moves: prompts, whose gradients are tiny beside those of a head.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr, betas[0], weight_decay)
+        self.second = betas[1]
+
+    def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["steps"] = torch.zeros((), device=p.device)
+        state["steps"].add_(1)
+        state["mean"].mul_(momentum).add_(update, alpha=1 - momentum)
+        state["square"].mul_(self.second).addcmul_(update, update, value=1 - self.second)
+        mean = state["mean"] / (1 - momentum ** state["steps"])
+        square = state["square"] / (1 - self.second ** state["steps"])
+        direction: Tensor = mean / (square.sqrt() + EPSILON)
+        return direction

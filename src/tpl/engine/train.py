@@ -1,4 +1,7 @@
-"""The training loop: a feed of batches, one objective, one gated optimiser."""
+"""The training loop: a feed of batches, one objective, one gated optimiser.
+
+A step is plain, shared by several processes, or captured as a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine.batches import Batches, Feed, Samples, Turns
-from tpl.engine.distributed import SharedStep, check_agreement, current
+from tpl.engine.batches import IGNORED, Batches, Feed, RotationClasses, Samples, StepInputs
+from tpl.engine.compute import capture, uses_cuda_graphs
+from tpl.engine.distributed import Processes, current
 from tpl.engine.events import Event, Listener
 from tpl.engine.optim import GatedSGD
-from tpl.engine.recording import records
-from tpl.engine.steps import Objective, RecordedStep, Step
 from tpl.errors import TplError
 
 SHORTEST_CYCLE = 8  # steps in which a mask can still be annealed
@@ -37,7 +40,7 @@ class Recipe(Config):
     )
     augment: str = option(
         "none",
-        "none (public code); mirror: images are turned left to right half of the time; crop: and moved by a few pixels",
+        "none (public code); mirror: images are flipped horizontally half of the time; crop: and cropped at random",
         ("none", "mirror", "crop"),
         group="augmentation",
     )
@@ -65,15 +68,155 @@ class Recipe(Config):
         generator: torch.Generator,
         numbers: int = 0,
         whole: bool = False,
-        turns: Turns | None = None,
+        rotations: RotationClasses | None = None,
     ) -> Batches:
-        """The batches this recipe asks for, with `numbers` random numbers a step; `whole`, or with `turns`, or both."""
-        mirror, crop = self.augment == "mirror", self.augment == "crop"
-        return Batches(new, replay, self.batch_size, generator, mirror, numbers, crop, whole, turns)
+        """The batches this recipe asks for, with `numbers` random numbers a step."""
+        flip, crop = self.augment == "mirror", self.augment == "crop"
+        return Batches(new, replay, self.batch_size, generator, flip, numbers, crop, whole, rotations)
 
     def rate_at(self, done: float) -> float:
         """The share of the learning rate that is left when the share `done` of all steps is."""
         return 1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * done)
+
+
+class Objective(Protocol):
+    """A method's loss, and what it does around the optimiser's step.
+
+    `progress` is how far through the epoch a step is, from 0 up to but not including 1 (see `cycle_length`). It lives
+    on the device, and an objective must not branch on its value: on a GPU a step is captured once and replayed.
+    """
+
+    def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
+        """The loss of every network, `[networks]`, on its part of a batch of normalised images.
+
+        `labels` is `[networks, batch]`; rows labelled `IGNORED` do not count. `draws` are the step's random numbers,
+        `[networks, numbers]`.
+        """
+
+    def after_backward(self, progress: Tensor) -> None:
+        """Called with gradients in place, before the optimiser's step."""
+
+    def after_step(self) -> None:
+        """Called when the parameters have moved."""
+
+
+class Step:
+    """One training step, from row codes to moved parameters; adds its losses to `total`."""
+
+    def __init__(
+        self, objective: Objective, optimiser: GatedSGD, feed: Feed, normalise: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.objective, self.optimiser, self.feed, self.normalise = objective, optimiser, feed, normalise
+        self.total = torch.zeros(len(feed.networks), device=feed.device)
+
+    def __call__(self, progress: Tensor, inputs: StepInputs) -> None:
+        """Forward, backward, update."""
+        pixels, labels = self.batch(inputs)
+        self.optimiser.zero_grad(set_to_none=True)
+        draws = inputs.draws[:, : self.feed.numbers]  # the rest was for the feed itself
+        losses = self.objective.losses(self.normalise(pixels), labels, progress, draws)
+        losses = self.backward(losses)
+        self.objective.after_backward(progress)
+        self.optimiser.step()
+        self.objective.after_step()
+        self.total += losses
+
+    def batch(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Pixels and labels to learn from."""
+        return self.feed.gather(inputs)
+
+    def backward(self, losses: Tensor) -> Tensor:
+        """Put the gradients in place; gives the losses as numbers."""
+        losses.sum().backward()  # the networks share no parameter: each gets its own gradient
+        return losses.detach()
+
+
+class SharedStep(Step):
+    """A training step whose batch several processes share."""
+
+    def __init__(self, processes: Processes, *step: Any) -> None:
+        super().__init__(*step)
+        self.processes = processes
+
+    def batch(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """This process's rows of the batch, as many new as replayed ones if those are equally many."""
+        pixels, labels = super().batch(inputs)
+        new, all_rows = inputs.new.shape[1], labels.shape[1]
+        halves = [self._own(new, labels.device), new + self._own(all_rows - new, labels.device)]
+        counted = torch.cat([rows < end for rows, end in zip(halves, (new, all_rows), strict=True)])
+        rows = torch.cat(halves).clamp_max(all_rows - 1)  # where rows run out, any one stands in and does not count
+        own = torch.where(counted, labels[:, rows], IGNORED)
+        self.share = (own != IGNORED).sum(dim=1) / (labels != IGNORED).sum(dim=1)
+        return pixels.unflatten(0, labels.shape)[:, rows].flatten(0, 1), own
+
+    def _own(self, count: int, device: torch.device) -> Tensor:
+        """Every n-th row of so many; as many rows in every process."""
+        size = self.processes.size
+        return size * torch.arange(math.ceil(count / size), device=device) + self.processes.rank
+
+    def backward(self, losses: Tensor) -> Tensor:
+        """The whole batch's gradients in all processes, and its losses.
+
+        A mean over rows is the sum of the processes' means, each times its share of the rows that count. What rows do
+        not enter, such as what a mask is charged, has the same gradient everywhere, and the shares add up to 1.
+        """
+        weighed = losses * self.share
+        weighed.sum().backward()
+        moving = [p for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
+        parts = [*(p.grad for p in moving), weighed.detach()]
+        # No row that counts: the mean was 0 / 0, and so is all that comes of it.
+        bucket = torch.where(self.share.amin() > 0, torch.cat([part.flatten() for part in parts]), 0)
+        self.processes.add_up(bucket)
+        gradients: list[Tensor] = list(bucket.split([part.numel() for part in parts]))
+        total = gradients.pop()
+        for p, gradient in zip(moving, gradients, strict=True):
+            p.grad = gradient.view_as(p)
+        return total
+
+    def align(self) -> None:
+        """Make the networks equal to the last bit, as the first process has them."""
+        with torch.no_grad():
+            for group in self.optimiser.param_groups:
+                for p in group["params"]:
+                    self.processes.take_from_first(p.data)
+
+
+class CapturedStep:
+    """A step that is captured as a CUDA graph after a few plain ones and replayed from then on.
+
+    Every step must have the same shapes: the feed fills its batches up.
+    """
+
+    WARM_UP = 3  # plain steps that allocate momentum and let libraries choose their kernels
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.done = 0
+        self.side = torch.cuda.Stream()
+
+    def __call__(self, progress: Tensor, inputs: StepInputs) -> None:
+        """A plain step first, then replays of the graph."""
+        if self.graph is None and self.done >= self.WARM_UP:
+            self._capture(progress, inputs)
+        if self.graph is not None:
+            self.progress.copy_(progress)
+            self.inputs.copy_(inputs)
+            self.graph.replay()
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            self.step(progress, inputs)
+        torch.cuda.current_stream().wait_stream(self.side)
+        self.done += 1
+
+    def _capture(self, progress: Tensor, inputs: StepInputs) -> None:
+        self.progress, self.inputs = progress.clone(), inputs.clone()  # where every replay reads its inputs
+        self.step.optimiser.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph):
+            self.step(self.progress, self.inputs)
+        self.graph = graph
 
 
 def cycle_length(steps: int, epochs: int) -> int:
@@ -86,10 +229,10 @@ def cycle_length(steps: int, epochs: int) -> int:
 
 
 def batches_of_images(batches: Batches, normalise: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """The normalised images of one more epoch, batch by batch, as training sees them."""
+    """The normalised images of one more epoch, batch by batch, augmented as in training."""
     feed = Feed([batches])
     for inputs in feed.epoch():
-        yield normalise(feed.gather(*inputs)[0])
+        yield normalise(feed.gather(inputs)[0])
 
 
 def train(
@@ -106,13 +249,13 @@ def train(
     run, they share every batch (see `distributed`).
     """
     started, epochs, processes = time.perf_counter(), recipe.epochs, current()
-    alike = records(networks[0].new.labels.device)
+    alike = uses_cuda_graphs(networks[0].new.labels.device)
     feed = Feed(networks, full=alike)
     plain: Step = Step(objective, optimiser, feed, normalise)
     if not processes.alone:
-        check_agreement(processes, networks)
+        _check_agreement(processes, networks)
         plain = SharedStep(processes, objective, optimiser, feed, normalise)
-    step = RecordedStep(plain) if alike and processes.records else plain
+    step = CapturedStep(plain) if alike and processes.captures else plain
     cycle = cycle_length(feed.steps, epochs)
     progress = (torch.arange(cycle, device=feed.device, dtype=torch.float32) / cycle).unbind()
     for epoch in range(epochs):
@@ -133,3 +276,26 @@ def train(
     seconds = time.perf_counter() - started
     for listen in listeners:
         listen(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))
+
+
+def _check_agreement(processes: Processes, networks: Sequence[Batches]) -> None:
+    """Stop where the processes are about to train on different images, or in another order."""
+    seen = []
+    for batches in networks:
+        state = batches.generator.get_state().double()
+        seen.append((state * torch.arange(1, len(state) + 1)).sum())
+        for samples in (batches.new, batches.replay):
+            labels = samples.labels.double().cpu() if samples is not None else torch.zeros(0, dtype=torch.float64)
+            seen += [torch.tensor(float(len(labels))), (labels * torch.arange(1, len(labels) + 1)).sum()]
+        if batches.replay is not None:
+            seen.append(batches.replay.pixels.flatten(1).sum(dim=1).double().cumsum(0).sum().cpu())
+    own = torch.stack([value.double() for value in seen])
+    first = own.clone()
+    processes.take_from_first(first)
+    differing = (own != first).any().double().reshape(1)
+    processes.add_up(differing)
+    if float(differing):
+        raise TplError(
+            "The processes of this run would not train on the same images: is the data the same on every machine? "
+            "Run it in one process, or with --set memory_policy=random, which no rounding can change."
+        )

@@ -1,4 +1,4 @@
-"""What is exported: all that happens to a batch of images, from pixels to probabilities, as one module.
+"""The exported module: everything that happens to a batch of images, from pixels to probabilities.
 
 Scores, calibration and composition are the method's own code, traced: every choice of its options is exported alike.
 """
@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from tpl.errors import TplError
-from tpl.export.trunk import trunk_of
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs, Seen
 from tpl.methods.bank.bank import UPRIGHT
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.tpl import TPL
-from tpl.nets.encoder import ViTEncoder
+from tpl.nets import AdapterStack, ViTEncoder
 
 CPU = torch.device("cpu")
 METHODS = ("tpl", "tpl-plus")
 
 
 def exportable(learner: Learner) -> TPL:
-    """The method of a learner that can become a graph, or the reason why it cannot."""
+    """The method of a learner that can be exported, or the reason why it cannot."""
     method = cast(TPL, learner.method)
     if method.name not in METHODS:
         raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
@@ -40,16 +39,54 @@ def exportable(learner: Learner) -> TPL:
     return method
 
 
+class Trunk(nn.Module):
+    """Normalised images `[n, 3, height, width]` to features `[networks, n, dim]`, float32; it computes in `dtype`.
+
+    All networks are in one pass of the encoder: one for each task, and, where the method uses it, the encoder without
+    adapters, last. The frozen weights and, under masks of units, the adapters' are there once for all of them.
+    """
+
+    def __init__(self, method: TPL, encoder: ViTEncoder, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.encoder, self.dtype = encoder, dtype
+        norms = [model.norms.detach() for model in method.models]
+        if method.asks_encoder:
+            norms.append(method.encoder.new_norms())
+        self.norms = torch.stack(norms)
+        # Cut into blocks beforehand: in `forward`, every cut would become a node of the graph.
+        self.weights = encoder.block_weights(self.norms, *_adapters(method, len(norms) - len(method.models)), dtype)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Patches are embedded once; then every network has its own copy of them."""
+        networks = len(self.norms)
+        x = self.encoder.tokens(images, self.dtype).unsqueeze(0).expand(networks, -1, -1, -1).flatten(0, 1)
+        features = self.encoder.pooled(self.encoder.run(x, self.weights), self.norms)
+        z: Tensor = features.unflatten(0, (networks, images.shape[0]))
+        return z
+
+
+def _adapters(method: TPL, bare: int) -> tuple[AdapterStack, Tensor | None]:
+    """The tasks' adapters and masks, followed by those of `bare` networks whose adapters change nothing."""
+    bank, embeddings = method.bank, [model.embedding.detach() for model in method.models]
+    shared = AdapterStack(*(weight.detach() for weight in bank.adapters.weights))
+    claims = [bank.protection.claim(embedding) for embedding in embeddings]
+    masks = [claim for claim in claims if claim is not None]
+    if len(masks) == len(claims):  # masks of units act on the units' activations
+        return shared, torch.stack(masks + [torch.zeros_like(masks[0])] * bare)
+    own = [bank.protection.finished(shared, embedding) for embedding in embeddings]  # masks of weights: a set for each
+    own += [AdapterStack(*(torch.zeros_like(weight) for weight in shared))] * bare
+    return AdapterStack(*(torch.stack(parts) for parts in zip(*own, strict=True))), None
+
+
 class AnswerGraph(nn.Module):
-    """Images `[n, 3, height, width]`, uint8, to what there is to say of them; the trunk computes in `dtype`."""
+    """Images `[n, 3, height, width]`, uint8, to the method's answers; the trunk computes in `dtype`."""
 
     def __init__(self, method: TPL, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.method = method
         encoder = method.encoder
         assert isinstance(encoder, ViTEncoder)  # `exportable` saw to it
-        encoder = encoder if dtype == torch.float32 else copy.deepcopy(encoder).to(dtype)
-        self.trunk = trunk_of(method, encoder, dtype)
+        self.trunk = Trunk(method, encoder if dtype == torch.float32 else copy.deepcopy(encoder).to(dtype), dtype)
         self.normalise = method.preprocess.normaliser(CPU)
         owner = task_of_class(method.task_classes_)
         self.members = torch.nn.functional.one_hot(owner, len(method.task_classes_)).double()  # [classes, tasks]
@@ -59,7 +96,7 @@ class AnswerGraph(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """log P(class), P(task), and where the model can tell it, how unknown each image is; float32."""
         method = self.method
-        networks = self.trunk(self.normalise(images)).unbind(0)  # the last is the encoder as it came, where it is asked
+        networks = self.trunk(self.normalise(images)).unbind(0)
         outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
         told = method.decide([Seen(outputs, method.join_common(networks[-1], networks))], self.want)
         answers = [told.log_p, told.log_p.exp() @ self.members, *([] if told.unknown is None else [told.unknown])]

@@ -30,13 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Inference, Listener, Recipe, Samples, train
-from tpl.engine.adam import Adam
+from tpl.engine import IGNORED, Adam, Compute, Inference, Listener, Recipe, Samples, train
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.methods.parts.network import GrowingHead, Loss
 from tpl.nets import Encoder, as_vit
-from tpl.nets.encoder import prompted
+from tpl.nets.vit import prompted
 from tpl.store import State
 from tpl.stream import Task
 

@@ -37,7 +37,7 @@ from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Adapters, AdapterStack, Encoder, as_vit
-from tpl.nets.encoder import adapter_inputs
+from tpl.nets.vit import adapter_inputs
 from tpl.store import State
 from tpl.stream import Task
 

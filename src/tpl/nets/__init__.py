@@ -1,9 +1,9 @@
 """What sees the images: frozen timm trunks with adapters, a ResNet to train from scratch, HAT masks, weight files."""
 
-from tpl.nets.adapters import Adapters, AdapterStack
 from tpl.nets.base import Encoder, Trainable, Weights, unstacked
-from tpl.nets.encoder import ViTEncoder, as_vit
+from tpl.nets.blocks import Adapters, AdapterStack, Part, TransposedTask
 from tpl.nets.resnet import ResNetEncoder, is_resnet
+from tpl.nets.vit import TransposedTrunk, ViTEncoder, as_vit
 from tpl.nets.weights import ENCODERS, EncoderError, check_encoder_name, create_encoder
 
 __all__ = [
@@ -12,8 +12,11 @@ __all__ = [
     "Adapters",
     "Encoder",
     "EncoderError",
+    "Part",
     "ResNetEncoder",
     "Trainable",
+    "TransposedTask",
+    "TransposedTrunk",
     "ViTEncoder",
     "Weights",
     "as_vit",

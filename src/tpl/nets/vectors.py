@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.nets.adapters import Adapters, AdapterStack, adapt
 from tpl.nets.base import Encoder
-from tpl.nets.encoder import hash_tensors
+from tpl.nets.blocks import Adapters, AdapterStack, adapt
+from tpl.nets.vit import hash_tensors
 
 
 class VectorEncoder(Encoder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from importlib.resources import as_file
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from tpl.errors import TplError
+from tpl.files import sha256_of
 from tpl.nets import compact, resnet
 from tpl.nets.base import Encoder
-from tpl.nets.encoder import ViTEncoder, hash_tensors
+from tpl.nets.vit import ViTEncoder, hash_tensors
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
@@ -105,7 +105,7 @@ def _from_file(
             if keys
         )
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).")
-    return ViTEncoder(model, name, hash_file(file), data_config, weights=remembered)
+    return ViTEncoder(model, name, sha256_of(file), data_config, weights=remembered)
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
@@ -126,9 +126,3 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise EncoderError(f"{file} is no plain state dict: it must map names to tensors.")
     return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-
-
-def hash_file(file: Path) -> str:
-    """sha256 of a file, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -18,7 +18,7 @@ from fastapi import FastAPI, UploadFile
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tpl.engine import records
+from tpl.engine import uses_cuda_graphs
 from tpl.errors import TplError
 from tpl.serve.errors import Refusal, log
 from tpl.serve.jobs import STATES, Job, JobQueue, new_id
@@ -144,7 +144,7 @@ class Server:
         await (self.batcher.call(self.model.refresh) if self._on_gpu() else asyncio.to_thread(self.model.refresh))
 
     def _on_gpu(self) -> bool:
-        return records(self.model.current.learner.method.compute.device)
+        return uses_cuda_graphs(self.model.current.learner.method.compute.device)
 
     async def _poll(self) -> None:
         while True:

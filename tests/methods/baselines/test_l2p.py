@@ -11,7 +11,7 @@ from tpl import Learner
 from tpl.bench.spec import RunSpec
 from tpl.errors import TplError
 from tpl.methods.l2p import L2P, L2PConfig, PromptLoss, choose
-from tpl.nets.encoder import prompted
+from tpl.nets.vit import prompted
 from tpl.stream import Stream
 
 OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "pool": 6, "length": 2, "chosen": 3}

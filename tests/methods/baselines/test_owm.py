@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +11,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.owm import OWM, OWMConfig, ProjectedCrossEntropy, layers_of, update_projector
-from tpl.nets.adapters import AdapterMasks, AdapterStack, adapt
-from tpl.nets.encoder import adapted_block
+from tpl.nets.blocks import AdapterStack, adapt
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.02}
@@ -76,12 +77,12 @@ def test_inputs_are_those_of_the_encoders_own_pass(learned: Learner, monkeypatch
     found = method.mean_inputs(pixels)  # fewer than a batch: one mean
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def spy(x: torch.Tensor, weights: AdapterStack, masks: AdapterMasks | None = None) -> torch.Tensor:
+    def spy(x: torch.Tensor, weights: AdapterStack, *rest: Any) -> torch.Tensor:
         hidden = torch.relu(x @ weights.down_weight.T + weights.down_bias)
         seen.append((x.mean(dim=(0, 1)), hidden.mean(dim=(0, 1))))
-        return adapt(x, weights, masks)
+        return adapt(x, weights, *rest)
 
-    monkeypatch.setattr(adapted_block, "__defaults__", (spy,))
+    monkeypatch.setattr("tpl.nets.blocks.adapt", spy)
     with torch.no_grad():
         features = method.network.features(method.normalise(pixels))
     assert len(seen) == 2 * len(method.encoder.vit.blocks) == 4

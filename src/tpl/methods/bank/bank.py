@@ -22,12 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpl.engine import QUARTERS, Compute, Event, Inference, Listener, records
-from tpl.engine.infer import BLOCK, Recording
+from tpl.engine import BLOCK, ROTATIONS, CapturedFunction, Compute, Event, Inference, Listener, uses_cuda_graphs
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
-from tpl.nets import Encoder, Trainable, ViTEncoder, Weights, unstacked
-from tpl.nets.transposed import Part, TransposedTask, TransposedTrunk
+from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
@@ -54,7 +52,7 @@ Looks = tuple[Look, ...]
 
 def _looks(mirrored: bool, turned: bool) -> Looks:
     sides = (False, True) if mirrored else (False,)
-    return tuple(Look(side, quarters) for quarters in ((0, *QUARTERS) if turned else (0,)) for side in sides)
+    return tuple(Look(side, quarters) for quarters in ((0, *ROTATIONS) if turned else (0,)) for side in sides)
 
 
 LOOKS: dict[str, Looks] = {
@@ -90,17 +88,17 @@ class TaskModel(nn.Module):
 
     def upright_head(self) -> tuple[Tensor, Tensor]:
         """The same of the task's own classes and of others, without those for turned images."""
-        count = self._first_output(QUARTERS[0]) if self.turned_classes else len(self.head_bias)
+        count = self._first_output(ROTATIONS[0]) if self.turned_classes else len(self.head_bias)
         return self.head_weight[:count].detach(), self.head_bias[:count].detach()
 
     def _first_output(self, quarters: int) -> int:
-        return len(self.head_bias) - (1 + len(QUARTERS) - quarters) * self.own if quarters else 0
+        return len(self.head_bias) - (1 + len(ROTATIONS) - quarters) * self.own if quarters else 0
 
     def drop(self, row: int) -> None:
         """Remove one output of the head; one of the task's classes goes with its turned ones."""
         rows = [row]
         if self.turned_classes and row < self.own:
-            rows += [self._first_output(quarters) + row for quarters in QUARTERS]
+            rows += [self._first_output(quarters) + row for quarters in ROTATIONS]
         kept = torch.ones(len(self.head_bias), dtype=torch.bool, device=self.head_bias.device)
         kept[rows] = False
         self.own -= row < self.own
@@ -379,7 +377,7 @@ class RowInference(SharedInference):
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
-        self._features = Recording(self._answer, bank.compute)
+        self._features = CapturedFunction(self._answer, bank.compute)
         self._stacked: tuple[list[ModelVersion], Tensor, Tensor] | None = None
 
     def _answer(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
@@ -401,7 +399,7 @@ class RowInference(SharedInference):
         """One replay; rows that are missing are those of the first image."""
         device, bank = tokens.device, self.bank
         count = sum(len(part.rows) for part in parts)
-        size = ROWS if records(device) else count
+        size = ROWS if uses_cuda_graphs(device) else count
         rows = torch.zeros(2, size, dtype=torch.long)  # image and task
         rows[0, :count] = torch.cat([part.rows for part in parts])
         rows[1, :count] = torch.cat([torch.full_like(part.rows, part.task) for part in parts])

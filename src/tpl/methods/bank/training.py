@@ -23,8 +23,8 @@ from tpl.engine import (
     GatedSGD,
     Listener,
     Recipe,
+    RotationClasses,
     Samples,
-    Turns,
     batches_of_images,
     train,
 )
@@ -51,9 +51,9 @@ class TrainingJob:
     turned_classes: bool = False
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> RotationClasses | None:
         """The outputs for rotated images, which come after all others."""
-        return Turns(self.outputs, self.own) if self.turned_classes else None
+        return RotationClasses(self.outputs, self.own) if self.turned_classes else None
 
     @property
     def all_outputs(self) -> int:

@@ -1,9 +1,8 @@
-"""The encoder: a frozen timm ViT, driven block by block so that a task can act inside it.
+"""The ViT encoder: a frozen network of timm, run block by block so that a task can act inside it.
 
-timm's own patch embedding, attention, MLP, layer scale and pooling run as they are. What a task may
-bring along is passed in: its layer norms, the adapters behind both branches of every block, and the
-masks that open and close the adapters' units. With closed masks and the pre-trained norms the
-result equals timm's own forward pass bit for bit.
+timm's own patch embedding, attention, MLP, layer scale and pooling run unchanged. A task passes in its layer norms, the
+adapters behind both branches of every block, and the masks that open and close the adapters' units. With closed masks
+and the pre-trained norms the result equals timm's own forward pass bit for bit. The block itself is in `blocks`.
 """
 
 from __future__ import annotations
@@ -16,48 +15,27 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, PatchEmbed
-from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from tpl.errors import TplError
-from tpl.nets.adapters import AdapterMasks, Adapters, AdapterStack, adapt, linear
 from tpl.nets.base import Encoder
+from tpl.nets.blocks import (
+    AdapterMasks,
+    Adapters,
+    AdapterStack,
+    BlockWeights,
+    Part,
+    TimmLayout,
+    TransposedBlock,
+    TransposedLayout,
+    layer_norm,
+    run_block,
+    run_timm_block,
+)
 
-NOTHING = (None, None)  # neither adapters nor masks in a block
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
-
-
-def adapted_block(
-    block: Block,
-    x: Tensor,
-    norms: Sequence[Tensor],
-    adapters: Sequence[AdapterStack | None],
-    masks: Sequence[AdapterMasks | None],
-    adapt: Callable[[Tensor, AdapterStack, AdapterMasks | None], Tensor] = adapt,
-) -> Tensor:
-    """One transformer block with a task's two norms, and an adapter behind attention and behind the MLP."""
-    y = block.ls1(block.attn(layer_norm(x, norms[0], block.norm1.eps)))
-    x = x + (adapt(y, adapters[0], masks[0]) if adapters[0] is not None else y)
-    y = block.ls2(block.mlp(layer_norm(x, norms[1], block.norm2.eps)))
-    return x + (adapt(y, adapters[1], masks[1]) if adapters[1] is not None else y)
-
-
-def is_standard(block: Block) -> bool:
-    """Whether a block's two branches are what their names say, with nothing in between: no norm of queries, no gate."""
-    attention, mlp = block.attn, block.mlp
-    between = (attention, ("q_norm", "k_norm", "norm", "gate")), (mlp, ("norm",))
-    empty = all(isinstance(getattr(of, name, None), nn.Identity | None) for of, names in between for name in names)
-    linear = type(attention) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
-    return linear and empty and attention.qkv.out_features == 3 * attention.qkv.in_features
-
-
-def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
-    """A layer norm with scale and shift `[2, dim]`, or `[networks, 2, dim]` for equal parts of the batch."""
-    if affine.dim() == 2:
-        return F.layer_norm(x, x.shape[-1:], affine[0], affine[1], eps)
-    plain = F.layer_norm(x, x.shape[-1:], None, None, eps).reshape(len(affine), -1, x.shape[-1])
-    return (plain * affine[:, :1] + affine[:, 1:]).reshape(x.shape)
 
 
 class ViTEncoder(Encoder):
@@ -78,11 +56,10 @@ class ViTEncoder(Encoder):
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
         self.adapters_needed = 2 * len(vit.blocks)
-        self.through, self.fused = adapted_block, False
-        self._copies: dict[
-            tuple[torch.dtype, torch.device], VisionTransformer
-        ] = {}  # in a dict: not part of this module's state
-        self.fingerprint = hash_tensors(vit.state_dict())  # the same however the weights came
+        self.run_block, self.fused = run_timm_block, False
+        # Copies in other precisions; in a dict: not part of this module's state.
+        self._copies: dict[tuple[torch.dtype, torch.device], VisionTransformer] = {}
+        self.fingerprint = hash_tensors(vit.state_dict())  # independent of the file format of the weights
         self.requires_grad_(False)
         self.eval()
 
@@ -94,7 +71,7 @@ class ViTEncoder(Encoder):
         # Each number of networks, with and without replay, has shapes of its own. Beyond the limit torch would go on
         # uncompiled, at half the speed.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.through, self.fused = torch.compile(adapted_block, dynamic=False), True
+        self.run_block, self.fused = torch.compile(run_timm_block, dynamic=False), True
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
@@ -126,7 +103,7 @@ class ViTEncoder(Encoder):
         return self._copies[key]
 
     def tokens(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """What goes into the first block: patches and class token of normalised images, at their positions."""
+        """Input of the first block: patches and class token of normalised images, at their positions."""
         vit = self.trunk(dtype)
         x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
         return x
@@ -141,13 +118,14 @@ class ViTEncoder(Encoder):
         learning: bool = False,
         notice: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Features `[n, dim]`, float32, of normalised images as one task sees them.
+        """Features `[n, dim]`, float32, of normalised images under one task's weights.
 
         `norms` is `[norms, 2, dim]`. With a leading axis, on the norms or on the adapters' weights, several networks
-        share one pass over the frozen trunk: each serves an equal part of the batch, in order. `masks`, one row
-        `[units]` an image, act on the activations; a mask that holds for the whole batch is folded into the weights.
-        `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32. `notice`
-        is told what comes out of every block. `learning` makes no difference: a layer norm looks at one token alone.
+        share one pass over the frozen trunk: each serves an equal part of the batch, in order. So do the rows of
+        `masks`, `[rows, units]`, which act on the activations; a mask that holds for the whole batch is folded into the
+        weights. `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
+        `notice` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
+        token alone.
         """
         return self.beyond(self.tokens(images, dtype), norms, adapters, masks, notice)
 
@@ -159,13 +137,13 @@ class ViTEncoder(Encoder):
         masks: Tensor | None = None,
         notice: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """`forward` from the `tokens` on, in their precision.
+        """`forward` from the `tokens` on, in their precision."""
+        return self.pooled(self.run(tokens, self.block_weights(norms, adapters, masks, tokens.dtype), notice), norms)
 
-        The last block computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so
-        few rows were seen to round an image now this way, now that, and features must have the same bits every time.
-        """
-        x, dtype = tokens, tokens.dtype
-        vit = self.trunk(dtype)
+    def block_weights(
+        self, norms: Tensor, adapters: Iterable[Tensor] | None, masks: Tensor | None, dtype: torch.dtype
+    ) -> list[BlockWeights]:
+        """A task's weights, block by block."""
         affines = norms.to(dtype).unbind(-3)
         layers: Sequence[AdapterStack | None] = [None] * self.adapters_needed
         opened: Sequence[AdapterMasks | None] = [None] * self.adapters_needed
@@ -173,16 +151,25 @@ class ViTEncoder(Encoder):
             stack = AdapterStack(*adapters).to(dtype)
             layers = stack.layers()
             if masks is not None:
-                opened = _per_adapter(stack.split(masks.to(dtype)))
-        for i, block in enumerate(vit.blocks):
-            own = slice(2 * i, 2 * i + 2)
-            x = self.through(block, x, affines[own], layers[own], opened[own])
+                down, up = stack.split(masks.to(dtype))
+                opened = [AdapterMasks(*pair) for pair in zip(down.unbind(1), up.unbind(1), strict=True)]
+        pairs = [slice(first, first + 2) for first in range(0, self.adapters_needed, 2)]
+        return [BlockWeights(affines[own], layers[own], opened[own]) for own in pairs]
+
+    def run(self, x: Tensor, weights: Sequence[BlockWeights], notice: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Output `[n, tokens, dim]` of the last block.
+
+        It computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so few rows
+        were seen to round an image now this way, now that, and features must have the same bits every time.
+        """
+        for block, own in zip(self.trunk(x.dtype).blocks, weights, strict=True):
+            x = self.run_block(block, x, own)
             if notice is not None:
                 notice(x)
-        return self.pooled(x, norms)
+        return x
 
     def pooled(self, x: Tensor, norms: Tensor) -> Tensor:
-        """Features, float32, from what comes out of the last block: the class token alone will do where it counts."""
+        """Features, float32, from the last block's output; its class token alone is enough where no other counts."""
         vit = self.vit
         rest = list(norms.unbind(-3)[self.adapters_needed :])
         x = x.float()
@@ -197,6 +184,34 @@ class ViTEncoder(Encoder):
         return inner + [n for n in (self.vit.norm, self.vit.fc_norm) if isinstance(n, nn.LayerNorm)]
 
 
+class TransposedTrunk:
+    """The frozen blocks of an encoder with transposed weights, for prediction on a CPU in float32."""
+
+    def __init__(self, encoder: ViTEncoder) -> None:
+        self.encoder = encoder
+        self.blocks = [TransposedBlock(block) for block in encoder.vit.blocks]
+
+    @staticmethod
+    def serves(encoder: ViTEncoder) -> bool:
+        """Whether all blocks are of the standard kind."""
+        return all(TransposedBlock.supports(block) for block in encoder.vit.blocks)
+
+    def __call__(self, tokens: Tensor, parts: Sequence[Part]) -> Tensor:
+        """Features `[n, dim]` of rows of tokens `[n, count, dim]`, the first of them the first part's.
+
+        The tokens are written over.
+        """
+        images, _, dim = tokens.shape
+        # One buffer for the widest result of every block: allocating it anew costs a tenth of the time.
+        buffer = tokens.new_empty(tokens[..., 0].numel() * max(block.width for block in self.blocks))
+        x = tokens.flatten(0, 1)
+        for number, block in enumerate(self.blocks):
+            first_only = number == len(self.blocks) - 1 and self.encoder.vit.global_pool == "token"
+            x = run_block(TransposedLayout(block, number, parts, images, first_only, buffer), x)
+        by_task = zip(x.view(images, -1, dim).split([part.rows for part in parts]), parts, strict=True)
+        return torch.cat([self.encoder.pooled(rows, part.task.norms) for rows, part in by_task])
+
+
 def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
     embed = vit.patch_embed
@@ -209,10 +224,6 @@ def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     tokens = F.linear(patches.reshape(len(images), rows * columns, -1), embed.proj.weight.flatten(1), embed.proj.bias)
     normed: Tensor = embed.norm(tokens)
     return normed
-
-
-def _per_adapter(masks: AdapterMasks) -> list[AdapterMasks]:
-    return [AdapterMasks(*pair) for pair in zip(masks.down.unbind(1), masks.up.unbind(1), strict=True)]
 
 
 def as_vit(encoder: Encoder) -> ViTEncoder:
@@ -253,36 +264,29 @@ def adapter_inputs(
 
     For methods that protect weights by what they act on: the encoder's own pass, for one network without masks.
     """
-    vit = encoder.trunk(dtype)
-    affines, layers = norms.to(dtype).unbind(0), adapters.to(dtype).layers()
     outer, inner = [], []
 
-    def noted(y: Tensor, adapter: AdapterStack, mask: AdapterMasks | None) -> Tensor:
-        hidden = F.relu(linear(y, adapter.down_weight, adapter.down_bias))
+    def watch(y: Tensor, hidden: Tensor) -> None:
         outer.append(y.float().mean(dim=1))
         inner.append(hidden.float().mean(dim=1))
-        return y + linear(hidden, adapter.up_weight, adapter.up_bias)
 
     x = encoder.tokens(images, dtype)
-    for i, block in enumerate(vit.blocks):
-        own = slice(2 * i, 2 * i + 2)
-        x = adapted_block(block, x, affines[own], layers[own], NOTHING, noted)
+    weights = encoder.block_weights(norms, adapters, None, dtype)
+    for block, own in zip(encoder.trunk(dtype).blocks, weights, strict=True):
+        x = run_block(TimmLayout(block, own, watch), x)
     return torch.stack(outer, dim=1), torch.stack(inner, dim=1)
 
 
 def prompted(
     encoder: ViTEncoder, images: Tensor, norms: Tensor, prompts: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Features `[n, dim]`, float32, read off the prompts: the mean of what became of them.
+    """Features `[n, dim]`, float32: the mean of the last block's outputs at the prompts.
 
     `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `new_norms`. Prompts carry no position: a
     trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
     """
-    vit = encoder.trunk(dtype)
-    affines = norms.to(dtype).unbind(0)
     x = torch.cat([prompts.to(dtype), encoder.tokens(images, dtype)], dim=1)
-    for i, block in enumerate(vit.blocks):
-        x = encoder.through(block, x, affines[2 * i : 2 * i + 2], NOTHING, NOTHING)
+    x = encoder.run(x, encoder.block_weights(norms, None, None, dtype))
     z = encoder.vit.norm(x[:, : prompts.shape[1]].float())
     features: Tensor = encoder.vit.fc_norm(z.mean(dim=1))
     return features

@@ -1,4 +1,4 @@
-"""On a GPU a step is recorded and replayed; the numbers must be those of the plain step."""
+"""On a GPU a step is captured and replayed; the numbers must be those of the plain step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpl.engine import Batches, Feed, Recipe, RecordedStep, Samples, Step, choose_compute
+from tpl.engine import Batches, CapturedStep, Feed, Recipe, Samples, Step, choose_compute
 from tpl.methods.bank import Bank
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.techniques import TECHNIQUES, VOS, Technique
@@ -23,7 +23,7 @@ RECIPE = Recipe(lr=0.01, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 
 def train_a_little(
-    recorded: bool,
+    captured: bool,
     precision: str,
     networks: int = 1,
     compiled: bool = False,
@@ -54,45 +54,45 @@ def train_a_little(
     optimiser = RECIPE.optimiser(objective.parameters())
     objective.protect(optimiser)
     numbers = objective.techniques[0].numbers
-    feed = Feed([Batches(*own, numbers=numbers, whole=encoder.batch_norms) for own in batches], full=recorded)
+    feed = Feed([Batches(*own, numbers=numbers, whole=encoder.batch_norms) for own in batches], full=captured)
     plain = Step(objective, optimiser, feed, normalise)
-    step = RecordedStep(plain) if recorded else plain
+    step = CapturedStep(plain) if captured else plain
     epochs = chain.from_iterable(feed.epoch() for _ in count())  # each three full batches and one of two images
     for number, inputs in zip(range(steps), epochs, strict=False):
         progress = number % feed.steps / feed.steps
-        optimiser.scale_rate(1 - progress)  # a recorded step must obey, too
+        optimiser.scale_rate(1 - progress)  # a captured step must obey, too
         step(torch.tensor(progress, device="cuda"), inputs)
     return [p.detach().clone() for p in objective.parameters()], plain.total.tolist()
 
 
-def assert_recorded_is_plain(precision: str, networks: int, **options: Any) -> None:
-    (plain, plain_loss), (recorded, recorded_loss) = (
+def assert_captured_is_plain(precision: str, networks: int, **options: Any) -> None:
+    (plain, plain_loss), (captured, captured_loss) = (
         train_a_little(r, precision, networks, **options) for r in (False, True)
     )
-    assert all(math.isfinite(loss) for loss in recorded_loss)
-    assert plain_loss == pytest.approx(recorded_loss, rel=5e-3 if precision == "bf16" else 1e-3)  # bf16 rounds by 4e-3
-    for a, b in zip(plain, recorded, strict=True):
+    assert all(math.isfinite(loss) for loss in captured_loss)
+    assert plain_loss == pytest.approx(captured_loss, rel=5e-3 if precision == "bf16" else 1e-3)  # bf16 rounds by 4e-3
+    for a, b in zip(plain, captured, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3 if precision == "bf16" else 1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("networks", [1, 3])
-def test_recorded_and_plain_steps_give_the_same_numbers(precision: str, networks: int) -> None:
-    assert_recorded_is_plain(precision, networks)
+def test_captured_and_plain_steps_give_the_same_numbers(precision: str, networks: int) -> None:
+    assert_captured_is_plain(precision, networks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_recorded_and_plain_steps_of_every_technique_give_the_same_numbers(
+def test_captured_and_plain_steps_of_every_technique_give_the_same_numbers(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VOS, "queue_size", 20)  # full within two epochs: its outliers count
-    assert_recorded_is_plain(precision, 2, technique=TECHNIQUES[name])
+    assert_captured_is_plain(precision, 2, technique=TECHNIQUES[name])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_and_plain_steps_under_supermasks_give_the_same_numbers(precision: str) -> None:
-    assert_recorded_is_plain(precision, 2, protect="supsup")
+def test_captured_and_plain_steps_under_supermasks_give_the_same_numbers(precision: str) -> None:
+    assert_captured_is_plain(precision, 2, protect="supsup")
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -128,7 +128,7 @@ def test_an_image_has_the_same_answer_alone_and_among_many(precision: str) -> No
         bank.add(bank.new_task(3, 4, generator))
     pixels = torch.randint(0, 256, (600, 3, 32, 32), generator=generator, dtype=torch.uint8)
     many = [bank.outputs(pixels, t) for t in (0, 1)]
-    for t in (1, 0):  # the recording is the same, the weights are not
+    for t in (1, 0):  # the CUDA graph is the same, the weights are not
         for i in (0, 17, 599):
             alone = bank.outputs(pixels[i : i + 1], t)
             assert torch.equal(alone.features[0], many[t].features[i])

@@ -1,4 +1,4 @@
-"""On a GPU every method's steps are recorded and replayed; the answers must be those of plain steps."""
+"""On a GPU every method's steps are captured and replayed; the answers must be those of plain steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CASES += [(name, "resnet18:8") for name, method in sorted(load_methods().items()
 
 
 @pytest.mark.parametrize(("method", "encoder"), CASES)
-def test_recorded_steps_are_plain_steps(
+def test_captured_steps_are_plain_steps(
     method: str, encoder: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two plain runs differ as well
     options = known_to(method, OPTIONS)
     answers = []
-    for recorded in (True, False):
-        if not recorded:  # (the package's `train` is the function, so the module is asked for by name)
-            monkeypatch.setattr(sys.modules["tpl.engine.train"], "RecordedStep", lambda plain: plain)
+    for captured in (True, False):
+        if not captured:  # (the package's `train` is the function, so the module is asked for by name)
+            monkeypatch.setattr(sys.modules["tpl.engine.train"], "CapturedStep", lambda plain: plain)
         learner = Learner(method, encoder, device="cuda", precision="fp32", **options)
         for t, task in enumerate(small_stream):
             learner.learn(small_stream.union(t) if learner.method.cumulative else task)

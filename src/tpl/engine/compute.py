@@ -1,0 +1,190 @@
+"""Where and how precisely to compute, and inference: in blocks that bound the memory and never change an answer.
+
+On a GPU, inference and training steps are captured once as a CUDA graph and replayed: small networks are bound by
+launching kernels, and a replay launches them all at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tpl.engine.distributed import current
+from tpl.errors import TplError
+
+PRECISIONS = ("auto", "fp32", "bf16")
+COMPILE = ("auto", "on", "off")
+SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
+GRAPH_DEVICES = {"cuda"}  # types of devices that have CUDA graphs
+BLOCK = 256  # images of one pass
+QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A device and the precision of the trunk on it.
+
+    bf16 touches the trunk alone; masks, norms' statistics, losses and scores stay in float32 or float64 whatever is
+    chosen here.
+    """
+
+    device: torch.device
+    bf16: bool
+
+    compiled: bool = False  # the trunk's blocks are compiled: worth its half minute for long runs
+    small_too: bool = False  # even where images are so small that it would hardly pay
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the trunk's matrix products."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def room_for(self, size: int) -> bool:
+        """Whether so many bytes of images may stay on the device, beside networks and their activations."""
+        if self.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return size < SHARE_FOR_IMAGES * free
+
+    def forget_peak_memory(self) -> None:
+        """Reset the peak of memory in use."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_memory(self) -> int | None:
+        """Peak bytes of tensors on a GPU since the last reset, all runs of this process together."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+
+def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:
+    """`auto` takes the first GPU if there is one, bf16 on a GPU that has it, and compiles where a compiler is."""
+    for name, value, known in (("Precision", precision, PRECISIONS), ("Compile", compile, COMPILE)):
+        if value not in known:
+            raise TplError(f"{name} must be one of {', '.join(known)}; got '{value}'.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = current().own_device(device)
+    try:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is not None:
+            torch.cuda.set_device(chosen)  # streams and CUDA graphs belong to the current device
+        torch.zeros(1, device=chosen, dtype=torch.float64)  # statistics need double precision
+    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
+    on_gpu = chosen.type == "cuda"
+    if on_gpu and precision == "fp32":
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, too: by default they round to ten bits
+    if compile == "on" and not (on_gpu and _has_compiler()):
+        raise TplError("Compiling needs a CUDA device, Triton and a C compiler; leave --compile at auto or off.")
+    return Compute(
+        chosen,
+        bf16=precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
+        compiled=compile != "off" and on_gpu and _has_compiler(),
+        small_too=compile == "on",
+    )
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile can make kernels here: they are written in Triton and started by compiled C."""
+    return find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+# CUDA graphs
+
+
+def uses_cuda_graphs(device: torch.device) -> bool:
+    """Whether steps and inference are captured once on this device and replayed; all then have the same shapes."""
+    return device.type in GRAPH_DEVICES
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture on `graph` what is done inside.
+
+    Python's garbage collector is off meanwhile: if it found a graph that is no longer needed, CUDA would refuse to free
+    it now, and the capture would fail.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class CapturedFunction:
+    """A function of tensors alone: on a GPU captured once for inputs of the same shapes and replayed, else just called.
+
+    An answer is a copy: the next replay does not write over it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], compute: Compute) -> None:
+        self.function, self.compute = function, compute
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.static: list[Tensor] = []
+        self.answer = torch.empty(0)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The function's value, on the compute device."""
+        if not uses_cuda_graphs(self.compute.device):
+            return self.function(*inputs)
+        if self.graph is None or [t.shape for t in self.static] != [t.shape for t in inputs]:
+            self._capture(inputs)
+        assert self.graph is not None
+        for static, value in zip(self.static, inputs, strict=True):
+            static.copy_(value)
+        self.graph.replay()
+        return self.answer.clone()
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self.static = [value.to(self.compute.device, copy=True) for value in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # libraries choose their kernels before anything is captured
+                self.function(*self.static)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with capture(self.graph):
+            self.answer = self.function(*self.static)
+
+
+class Inference:
+    """`function(images, *weights)` over any number of images, block by block.
+
+    Libraries choose kernels by the batch's size, and kernels round differently. So on a GPU every block is filled up to
+    one size: an image's answer has the same bits alone and among thousands. As all of a GPU's blocks are alike, they
+    are replays of one CUDA graph; weights of the same shapes are inputs of it like the images. On a CPU blocks are
+    filled up to a multiple of four, which leaves the same bits on some CPUs and the same answer up to rounding on all.
+    """
+
+    def __init__(
+        self, function: Callable[..., Tensor], compute: Compute, normalise: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.function, self.compute, self.normalise = function, compute, normalise
+        self._run = CapturedFunction(self._plain, compute)
+
+    def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
+        """The function's values for uint8 `pixels`, on the compute device."""
+        size = BLOCK if uses_cuda_graphs(self.compute.device) else QUAD
+        parts = []
+        with torch.no_grad():
+            for part in pixels.split(BLOCK):
+                count = len(part)
+                if missing := -max(count, 1) % size + (count == 0):
+                    part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+                block = part.to(self.compute.device, non_blocking=True)
+                parts.append(self._run(block, *weights)[:count])
+            return torch.cat(parts)
+
+    def _plain(self, pixels: Tensor, *weights: Tensor) -> Tensor:
+        return self.function(self.normalise(pixels), *weights)
