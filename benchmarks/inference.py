@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def main() -> None:
             pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(compute.device)
             asked = some_tasks(batch, tasks, min(options.passes, tasks), generator)
             ways: dict[str, Callable[[], Any]] = {
-                "naive": lambda pixels=pixels: naive(pixels),
-                "batched": lambda pixels=pixels: method.outputs(pixels),
-                "some": lambda pixels=pixels, asked=asked: method.query(pixels, asked),
+                "naive": partial(naive, pixels),
+                "batched": partial(method.outputs, pixels),
+                "some": partial(method.query, pixels, asked),
             }
             rows.append({"tasks": tasks, "batch": batch} | measured(ways, batch, options.seconds, options.repeats))
             print(json.dumps(rows[-1]), flush=True)

@@ -75,12 +75,12 @@ def work(path: Path, change: Change, tell: int | None = None) -> None:
 
     commit = ModelStore.commit
 
-    def told(self: ModelStore, *parts: Any) -> None:
+    def announced(self: ModelStore, *parts: Any) -> None:
         if tell is not None:
             os.write(tell, b"!")
         commit(self, *parts)
 
-    ModelStore.commit = told  # type: ignore[method-assign]
+    ModelStore.commit = announced  # type: ignore[method-assign, assignment]
     try:
         with Learner.changing(path, device="cpu") as learner:
             change(learner)

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -64,20 +65,25 @@ def task(number: int) -> Task:
     return Task(f"task {number}", (str(2 * number), str(2 * number + 1)), images)
 
 
+def learn_second(learner: Learner) -> None:
+    """Learn the second task."""
+    learner.learn(task(1))
+
+
 def main() -> None:
     """Measure both roads for the paper's method and for the product's default; print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the files")
     wanted = parser.parse_args()
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for method in ("tpl", "tpl-plus"):
         learner = Learner(method, "compact", device="cpu", epochs=1, latent=8, memory=20)
         learner.learn(task(0))
         images = task(1).train
         learner.predict(images)
         roads: dict[str, Callable[[], Any]] = {
-            "predict": lambda own=learner, some=images: own.predict(some),
-            "learn": lambda own=learner: own.learn(task(1)),
+            "predict": partial(learner.predict, images),
+            "learn": partial(learn_second, learner),
         }
         for name, go in roads.items():
             road = Road()
@@ -85,7 +91,7 @@ def main() -> None:
                 go()
             found[f"{method} {name}"] = {"files": len(road.files), "hops": len(road.hops)}
             if wanted.list:
-                found[f"{method} {name}"]["names"] = sorted(road.files)  # type: ignore[assignment]
+                found[f"{method} {name}"]["names"] = sorted(road.files)
     print(json.dumps(found, indent=2))
 
 

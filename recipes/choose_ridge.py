@@ -79,19 +79,19 @@ def learned(split: Split, counts: list[int | None], config: RidgeConfig, memory:
     return ridge
 
 
-def tell(split: Split, ridge: RandomRidge, **setting: object) -> None:
-    """One line of JSON."""
-    chosen = {"strength": ridge.strength, "temperature": round(ridge.temperature, 4)}
-    print(json.dumps(setting | {"accuracy": split.accuracy(ridge)} | chosen), flush=True)
+def report(split: Split, expert: RandomRidge, **setting: object) -> None:
+    """Print one line of JSON."""
+    chosen = {"strength": expert.strength, "temperature": round(expert.temperature, 4)}
+    print(json.dumps(setting | {"accuracy": split.accuracy(expert)} | chosen), flush=True)
 
 
 def widths(split: Split) -> None:
     """Few images: how many random features are worth it?"""
     for first, later, classes in ((3, 3, 20), (10, 10, 20), (5, 50, 20), (5, 200, 50)):
-        counts: list[int | None] = [first] * PER_TASK + [later] * (classes - PER_TASK)
+        counts: list[int | None] = [*[first] * PER_TASK, *[later] * (classes - PER_TASK)]
         for width in (256, 512, 1024, 2048):
             ridge = learned(split, counts, RidgeConfig(width=width, even=False), memory=True)
-            tell(split, ridge, first=first, later=later, classes=classes, width=width)
+            report(split, ridge, first=first, later=later, classes=classes, width=width)
 
 
 def even(split: Split) -> None:
@@ -105,7 +105,7 @@ def even(split: Split) -> None:
     ):
         for choice in (False, True):
             ridge = learned(split, list(counts), RidgeConfig(width=1024, even=choice), memory=True)
-            tell(split, ridge, images=sorted(set(counts)), first=counts[0], even=choice)
+            report(split, ridge, images=sorted(set(counts)), first=counts[0], even=choice)
 
 
 def strengths(split: Split) -> None:
@@ -115,7 +115,9 @@ def strengths(split: Split) -> None:
         for choice in ("error", "entropy"):
             for memory in (False, True):
                 ridge = learned(split, everything, RidgeConfig(width=width, ridge=choice), memory)
-                tell(split, ridge, width=width, ridge=choice, chosen_on="memory" if memory else "a fifth of each task")
+                report(
+                    split, ridge, width=width, ridge=choice, chosen_on="memory" if memory else "a fifth of each task"
+                )
 
 
 def features(file: Path, data: Path, encoder: str, weights: Path | None, device: str) -> None:

@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ def joint_table() -> list[str]:
             joint = RunResult.read(RUNS / f"{setting.replace('20t', '10t')}-joint-natural")
             ours = RunResult.read(RUNS / f"{setting}-tpl-natural")
             epochs, last = str(joint.description["options"]["epochs"]), joint.summary["last"]
+            cells: tuple[float | None, ...]
             if ours.description["benchmark"] == joint.description["benchmark"]:
                 lost = ours.against(joint)
                 cells = last, joint.summary["aia"], lost["forgetting_last"], lost["forgetting_aia"]
@@ -368,8 +370,12 @@ def filled(text: str, names: Sequence[str]) -> str:
         if not pattern.search(text):
             raise SystemExit(f"The page has no mark <!-- table: {name} -->.")
         lines = "".join(line.rstrip() + "\n" for line in TABLES[name]())
-        text = pattern.sub(lambda match, lines=lines: match[1] + lines, text)
+        text = pattern.sub(partial(_replaced, lines=lines), text)
     return text
+
+
+def _replaced(match: re.Match[str], lines: str) -> str:
+    return match[1] + lines
 
 
 def main() -> None:

@@ -131,7 +131,8 @@ class Trainer:
 
     def place(self, network: nn.Module) -> nn.Module:
         model: Any = network.to(self.device)
-        return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model
+        placed: nn.Module = model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model
+        return placed
 
     def build_optimizer(self) -> torch.optim.AdamW:
         """AdamW with its learning rate on the device; no decay on norms, biases and tokens."""
@@ -175,7 +176,8 @@ class Trainer:
         area = self.uniform(0.02, 0.2) * (self.uniform(0, 1) < args.erase)
         aspect = self.uniform(-1, 1).exp()
         height, width = SIDE * (area * aspect).sqrt(), SIDE * (area / aspect).sqrt()
-        return x.masked_fill(boxes(self.uniform(0, SIDE), self.uniform(0, SIDE), height, width), 0.0)
+        erased: Tensor = x.masked_fill(boxes(self.uniform(0, SIDE), self.uniform(0, SIDE), height, width), 0.0)
+        return erased
 
     def batch_loss(self, index: Tensor, control: Tensor) -> Tensor:
         """Loss of an augmented batch mixed with its reverse: blended (mixup) or patched (cutmix)."""

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from small_encoder import SMALL_VIT
-from tpl.bench import study as module
 from tpl.bench.metrics import line_through
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
-from tpl.bench.study import ALL, study
+from tpl.bench.study import ALL, paper_numbers, study
 from tpl.errors import TplError
 from tpl.report.pictures import draw_correlation
 from tpl.scores import DETECTORS
@@ -74,7 +73,7 @@ def test_the_line_is_that_of_least_squares() -> None:
 
 
 def test_every_detector_of_the_paper_has_its_printed_row() -> None:
-    printed = {name: module._printed(name, "c100-10t") for name in ALL}
+    printed = {name: paper_numbers(name, "c100-10t") for name in ALL}
     assert len(ALL) == 20 and len(DETECTORS) == 12
     assert all(found and set(found) == {"last", "auroc", "til"} for found in printed.values())
     fit = line_through([found for found in printed.values() if found], "last")

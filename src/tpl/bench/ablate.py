@@ -1,4 +1,4 @@
-"""Ablations of TPL's score on one trained model, and of tpl-plus: every variant is a choice made at evaluation time."""
+"""Ablations of the scores of tpl and tpl-plus on one trained model: all variants differ at evaluation time only."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tpl.methods.bank import Outputs
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 
-# Options that turn scores into probabilities: the scores do not know them.
+# Options that turn scores into probabilities: the scores do not depend on them.
 AFTERWARDS = ("gamma", "calibration", "weight", "passes", "covered")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One choice of the score's options, or of how much memory it may see."""
+    """One choice of the score's options, or of the share of the memory that it uses."""
 
     group: str
     changes: dict[str, Any] = field(default_factory=dict)
     memory: float = 1.0  # share of every class's exemplars
 
 
-# The paper's ablations (its Fig. 3, the beta table) and the readings in which paper and public code differ.
+# The paper's ablations (its Fig. 3, the beta table), and points where the paper and its public code differ.
 VARIANTS: dict[str, Variant] = {
     "as trained": Variant(""),
     **{
@@ -64,7 +64,7 @@ VARIANTS: dict[str, Variant] = {
     **{f"k = {k}": Variant("k", {"k": k}) for k in (1, 2, 10, 50, 100)},
     **{f"memory = {100 * share:.0f} %": Variant("memory", memory=share) for share in (0.1, 0.25, 0.5)},
 }
-# What tpl-plus adds. The expert alone is what `ranpac` answers, the bank alone what `tpl` does.
+# Options of tpl-plus. The expert alone answers like `ranpac`, the bank alone like `tpl`.
 PLUS_VARIANTS: dict[str, Variant] = {
     "bank alone": Variant("expert", {"weight": 0.0}),
     "expert alone": Variant("expert", {"passes": "0"}),
@@ -79,7 +79,7 @@ BY_METHOD = {TPL.name: VARIANTS, TPLPlus.name: VARIANTS | PLUS_VARIANTS}
 
 
 def groups_of(method: str) -> list[str]:
-    """The groups of variants that a method's runs can be ablated by."""
+    """The groups of variants of a method."""
     return list(dict.fromkeys(variant.group for variant in BY_METHOD[method].values() if variant.group))
 
 
@@ -110,7 +110,7 @@ def ablate(
 def measure_variants(
     method: TPL, outputs: RunOutputs, only: Sequence[str] = (), listen: Listener = silent
 ) -> list[dict[str, Any]]:
-    """The same for a method in hand; it is left as it was."""
+    """Last, task prediction and pooled AUROC of every variant of a loaded method, which is left unchanged."""
     measure = _Measure(method, outputs)
     wanted = {
         name: v
@@ -127,9 +127,9 @@ def measure_variants(
 
 
 def _possible(method: TPL, variant: Variant) -> bool:
-    """Whether the variant would change anything: without stored images there are no neighbours, nor fewer of them.
+    """Whether the variant changes anything: without stored images there are no neighbours to vary.
 
-    Weights are then found for the evidence itself, so how it is composed and scaled matters without calibration only.
+    Weights are then fitted to the evidence itself, so that composition and scale matter only without calibration.
     """
     if method.config.memory_kind == "images":
         return True
@@ -170,10 +170,10 @@ class _Measure:
 
 @contextmanager
 def smaller_memory(method: TPL, share: float) -> Iterator[None]:
-    """Leave the first `share` of every class's exemplars in the memory, at least one; then all are back.
+    """Reduce the memory to the first `share` of every class's exemplars, at least one, and restore it at the end.
 
-    That is the memory as it would be with a smaller budget: it keeps the first of a fixed ranking. `rescore` takes note
-    of it, within and after.
+    A smaller budget would store the same exemplars, since their ranking is fixed. Call `rescore` within the context and
+    after it to make the change effective.
     """
     exemplars, seen = method.memory.exemplars, method.memory_outputs_
     kept = [images[: max(1, round(share * len(images)))] for images in exemplars]

@@ -20,16 +20,16 @@ class FromScratch(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set cut into tasks, with the options that its protocol prescribes."""
+    """A data set split into tasks, with the options that its protocol prescribes."""
 
     name: str
     summary: str
     source: str
     per_task: int
-    options: dict[str, Any] = field(default_factory=dict)  # those a method does not have are left out
-    by_method: dict[str, dict[str, Any]] = field(default_factory=dict)  # what single methods want otherwise
-    from_scratch: FromScratch | None = None  # what a network without pre-training wants otherwise
-    small_memory: int | None = None  # the memory of the paper's runs with half as many exemplars
+    options: dict[str, Any] = field(default_factory=dict)  # options that a method does not have are left out
+    by_method: dict[str, dict[str, Any]] = field(default_factory=dict)  # where single methods differ
+    from_scratch: FromScratch | None = None  # where networks without pre-training differ
+    small_memory: int | None = None  # memory size of the paper's runs with half as many exemplars
 
     def smaller_memory(self) -> int:
         """The memory of the paper's small-buffer experiments."""
@@ -54,7 +54,7 @@ class Benchmark:
         validation: float | None = None,
         seed: int = 0,
     ) -> Stream:
-        """The tasks in `order`; `validation` swaps the test images for a held-out share of the training ones."""
+        """The tasks in class order `order`; `validation` replaces the test images by a share of the training images."""
         source = load_source(self.source, data, download)
         count = len(source.class_names)
         if source.test is None and validation is None:
@@ -79,9 +79,9 @@ def _paper(latent: int, lr: float, epochs: int, memory: int) -> dict[str, Any]:
     return schedule | {"latent": latent, "memory": memory, "calibration": "shift"}
 
 
-# The rate of HAT's paper, whose settings the TPL paper takes for its ResNet, falling as it does there; images moved and
-# mirrored as is usual for CIFAR; as many epochs as the measured runs had. All else was chosen on held-out images of
-# C100-10T (docs/scratch-training.md).
+# The learning rate of HAT's paper, whose settings the TPL paper takes for its ResNet, with decay; random crops and
+# horizontal flips as usual for CIFAR; the number of epochs of the measured runs. All else was chosen on held-out images
+# of C100-10T (docs/scratch-training.md).
 FROM_SCRATCH = FromScratch(
     {"lr": 0.05, "epochs": 75, "schedule": "cosine", "augment": "crop", "weight_decay": 5e-4, "nesterov": True},
     {

@@ -24,11 +24,11 @@ class DemoResult:
     places: list[Path]
 
     def placed(self) -> list[tuple[Path, RunResult]]:
-        """The runs and where they lie."""
+        """The runs with their directories."""
         return list(zip(self.places, self.runs.values(), strict=True))
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """The numbers of the closing table, per method."""
+        """The numbers of the final table, by method."""
         joint = self.runs["joint"]
         keys = ("last", "aia", "til", "tp")
         return {
@@ -40,7 +40,7 @@ class DemoResult:
 def run_demo(
     out: Path, device: str, seed: int, resume: bool, listen: Listener, epochs: int | None = None
 ) -> DemoResult:
-    """Run all three, one after the other; `resume` keeps what an interrupted demo has finished.
+    """Make the three runs one after the other; `resume` continues an interrupted demo.
 
     `epochs` replaces the benchmark's own number of epochs a task.
     """
@@ -48,9 +48,9 @@ def run_demo(
     options = {} if epochs is None else {"epochs": epochs}
     for number, method in enumerate(METHODS):
         spec = RunSpec(BENCHMARK, method, device=device, seed=seed, options=options)
-        place = out / f"demo-{spec.directory_name()}"  # a name of its own: no other run is ever swept away
+        place = out / f"demo-{spec.directory_name()}"  # with a prefix, so that no other run is ever removed
         if not resume and (place / "run.json").exists():
-            shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
+            shutil.rmtree(place)  # an earlier demo's run: the demo is meant to be watched
         label = RunLabel(method, number, len(METHODS))
         runs[method] = execute(spec, place, resume, labelled(listen, label))
         places.append(place)

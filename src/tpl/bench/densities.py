@@ -1,4 +1,4 @@
-"""Where a task's own images and those of the other tasks lie in its model's features: two densities in a plane.
+"""Densities of a task's own images and of the other tasks' images in the feature space of its model, in a plane.
 
 P_t is the distribution of task t's images, P_tc that of all other tasks', both as task t's model sees them. Where they
 overlap, a likelihood of P_t alone misleads, and the ratio of the two is needed (the paper's appendix on task
@@ -24,10 +24,10 @@ from tpl.methods.base import task_of_class
 
 Array = NDArray[np.float64]
 
-CELLS = 80  # of the grid, a side
-ENOUGH = 2000  # images: a density in the plane looks no different with more
-SHARPER = 0.85  # than Scott's rule, which is made for one bump: a task has one a class
-FEWEST = 5  # images: with fewer there is no density to speak of
+CELLS = 80  # of the grid, per side
+ENOUGH = 2000  # images: more do not change the look of a density in the plane
+SHARPER = 0.85  # factor on Scott's bandwidth, which is made for one mode: a task has one per class
+FEWEST = 5  # images that a density needs
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Density:
     values: Array  # [CELLS, CELLS], rows from low to high y; they sum to 1
 
     def level(self, share: float) -> float:
-        """The density's value around its smallest region that holds `share` of it."""
+        """The density value on the border of the smallest region that contains `share` of the mass."""
         ordered = np.sort(self.values, axis=None)[::-1]
         return float(ordered[np.searchsorted(ordered.cumsum(), share)])
 
@@ -61,7 +61,7 @@ class TaskDensities:
         return float(np.minimum(self.own.values, self.others.values).sum())
 
     def numbers(self) -> dict[str, Any]:
-        """What can be said without a picture."""
+        """Numbers for JSON and tables."""
         return {
             "task": self.task,
             "classes": list(self.classes),
@@ -125,7 +125,7 @@ def run_densities(
 
 
 def _remembered(method: Method, description: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The memory as each task's model sees it, and its images' tasks."""
+    """The features of the stored images under each task's model, and their tasks."""
     check_unchanged(method, description["classes"])
     seen = [method.memory_features(task) for task in range(len(method.task_classes_))]
     if method.memory is None or not len(method.memory):
@@ -157,7 +157,7 @@ def densities(features: Array, mine: NDArray[np.bool_], task: int, classes: tupl
 def project(features: Array, mine: NDArray[np.bool_]) -> tuple[Array, float]:
     """The first two principal components `[n, 2]` of features, and the share of the variance they explain.
 
-    Either side counts for half, however many images it has: else the plane would be that of the others, who are many.
+    Both sides have the same weight, however many images they have: otherwise the other tasks would decide the plane.
     """
     sides = features[mine], features[~mine]
     centred = features - (sides[0].mean(axis=0) + sides[1].mean(axis=0)) / 2
@@ -175,7 +175,7 @@ def _kernel(points: Array) -> Any:
 
 
 def evenly(points: Array, most: int) -> Array:
-    """All points, or `most` of them at even distances."""
+    """All points, or `most` of them, evenly spaced by index."""
     rows = np.linspace(0, len(points) - 1, min(most, len(points))).astype(int)
     chosen: Array = points[rows]
     return chosen

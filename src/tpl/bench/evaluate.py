@@ -17,33 +17,33 @@ from tpl.methods import Method
 from tpl.methods.base import KEEP, task_of_class
 from tpl.stream import ImageSet, Stream, fingerprint
 
-PROBE = 64  # test images of a task that its features' drift is measured on
+PROBE = 64  # test images of a task on which the drift of its features is measured
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """One row of each accuracy matrix, and how well task scores told the tasks apart."""
+    """One row of each accuracy matrix, and how well task scores separate the tasks."""
 
-    cil: list[float]  # class known among all classes so far
-    til: list[float]  # class known among the true task's classes
-    tp: list[float]  # task predicted
-    detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, where the method has any
-    passes: float | None  # through task models for an answer, on average, where the method has any
+    cil: list[float]  # accuracy among all classes so far
+    til: list[float]  # accuracy among the true task's classes
+    tp: list[float]  # accuracy of the predicted task
+    detection: dict[str, float] | None  # AUROC and FPR95 of the task scores, if the method has any
+    passes: float | None  # mean number of task models run per image, if the method has any
     drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
-    task_confusion: list[list[int]]  # how many test images of each task (rows) were taken for each (columns)
-    class_accuracy: list[float | None]  # class known among all so far, for each class; None without test images
+    task_confusion: list[list[int]]  # number of test images by true task (rows) and predicted task (columns)
+    class_accuracy: list[float | None]  # accuracy among all classes so far, per class; None without test images
 
 
 class Evaluator:
-    """Keeps the test images, and what task models said of them where that can never change."""
+    """Evaluates a method after each task; keeps the test images, and outputs of task models that can never change."""
 
     def __init__(self, stream: Stream, method: Method) -> None:
         self.stream, self.method = stream, method
         self.pixels: list[Tensor] = []
-        self.seen: list[Any] = []  # what the method's `forward` gave for each task's test images
-        self.learned: list[Tensor] = []  # the features of some test images as each task's model saw them at first
+        self.seen: list[Any] = []  # the results of the method's `forward` for each task's test images
+        self.learned: list[Tensor] = []  # features of some test images right after their task was learned
         self.task_of_class = task_of_class([task.classes for task in stream])
-        self.beside: Sequence[Evaluator] = ()  # of runs in step with this one, which measure before it
+        self.beside: Sequence[Evaluator] = ()  # evaluators of runs side by side with this one, which measure before it
 
     def stage(self, upto: int) -> StageResult:
         """Accuracies on tasks 0..`upto`, which the method has learned."""
@@ -69,7 +69,7 @@ class Evaluator:
         return StageResult(cil, til, tp, detection, passes, self._drift(), confusion, known)
 
     def _twin(self, upto: int) -> Evaluator | None:
-        """One that has asked the same task models about the same images already, as those of TPL, MORE and ROW are."""
+        """An evaluator that has the outputs of equal task models on equal images: TPL, MORE and ROW share them."""
         for other in self.beside:
             if len(other.seen) == upto + 1 and self.method.shares_forward(other.method) and other._tests == self._tests:
                 return other
@@ -77,7 +77,7 @@ class Evaluator:
 
     @cached_property
     def _tests(self) -> str:
-        """What tells the test images of all tasks from others."""
+        """A hash of the test images of all tasks."""
         return fingerprint([task.test for task in self.stream])
 
     def _prepare(self, images: ImageSet) -> Tensor:
@@ -87,9 +87,9 @@ class Evaluator:
         return preprocess.batch(images, device=compute.device if fits else None)
 
     def _drift(self) -> float | None:
-        """Asks every task's model again about the images it was first asked about.
+        """The largest change of features since each task was learned.
 
-        Each task in a pass of its own, which is the same every time: among other rows, a CPU may round differently.
+        Each task has a forward pass of its own, equal every time: in another batch, a CPU may round differently.
         """
         probes = [pixels[:PROBE].to(self.method.compute.device) for pixels in self.pixels]
         found = [self.method.task_features(probe, task) for task, probe in enumerate(probes)]
@@ -109,12 +109,12 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class ReadTable:
-    """What a table of log P(class | image) comes to, image by image; on the CPU, wherever the table was read."""
+    """The predictions in a table of log P(class | image), on the CPU wherever the table was."""
 
     owner: Tensor  # the task of every class
     labels: Tensor  # the true class of every image
-    classes: Tensor  # the most probable of all
-    within: Tensor  # the most probable of the true task's
+    classes: Tensor  # the most probable class of all
+    within: Tensor  # the most probable class of the true task
     tasks: Tensor  # the task with the largest P(task | x), the sum of P(class | x) over its classes
 
     @classmethod
@@ -134,8 +134,8 @@ class ReadTable:
     def accuracies(self, task: int | None = None) -> tuple[float, float, float]:
         """CIL, TIL and task-prediction accuracy, of one task's images or of all.
 
-        CIL: the class is known among all. TIL: among the true task's. TP: the task is, which so is defined for every
-        method alike.
+        CIL: the class is predicted among all classes. TIL: among those of the true task. TP: the task is predicted,
+        which is defined in the same way for every method.
         """
         right = self.classes == self.labels, self.within == self.labels, self.tasks == self.true_tasks
         rows = slice(None) if task is None else self.true_tasks == task
@@ -143,14 +143,14 @@ class ReadTable:
         return cil, til, tp
 
     def task_confusion(self) -> list[list[int]]:
-        """How many images of each task (rows) were taken for each task (columns)."""
+        """Number of images by true task (rows) and predicted task (columns)."""
         count = int(self.owner.max()) + 1
         pairs = self.true_tasks * count + self.tasks
         rows: list[list[int]] = pairs.bincount(minlength=count**2).view(count, count).tolist()
         return rows
 
     def class_accuracy(self) -> list[float | None]:
-        """The share of each class's images that were given this class among all; None for one without images."""
+        """The accuracy among all classes, per class; None for a class without images."""
         count = len(self.owner)
         images = self.labels.bincount(minlength=count)
         right = self.labels[self.classes == self.labels].bincount(minlength=count)

@@ -82,7 +82,7 @@ def false_positives_at_95(inside: Vector, outside: Vector) -> float:
 
 
 def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
-    """How well task scores `[n, T]` tell each task's images from the others', averaged over tasks.
+    """How well task scores `[n, T]` separate each task's images from the others, averaged over tasks.
 
     `auroc_pairwise`: mean over ordered pairs (j, i) of AUROC of S_j on task j against task i.
     `auroc_pooled`: mean over j of AUROC of S_j on task j against all other tasks at once.
@@ -94,7 +94,7 @@ def detection(scores: Matrix, tasks: NDArray[np.int64]) -> dict[str, float]:
     for j in range(count):
         own, others = _sorted(scores[tasks == j, j]), tasks != j
         rest = _finite(scores[others, j])
-        # One look-up for each outside sample serves all pairs: an AUROC is its mean over the samples compared with.
+        # One search per outside sample serves all pairs: an AUROC is a mean over the outside samples.
         above = _share_above(own, rest)
         pairs.append(np.delete(np.bincount(tasks[others], above, minlength=count) / sizes, j))
         pooled.append(above.mean())

@@ -1,11 +1,11 @@
-"""What every task's model says of a run's test images: computed once, then read from the run's directory.
+"""Outputs of every task's model for a run's test images: computed once, then read from the run's directory.
 
 outputs/000.safetensors    features and logits of all test images under the first task's model, and their labels;
-                           and what the method sees of the images beside its tasks' models, where it does
-outputs/001.safetensors    and so on, one file a task
+                           and the features that all tasks have in common, if the method has any
+outputs/001.safetensors    and so on, one file per task
 
-Every file names the images and the model it was made from. Files of other images or of another model are never used:
-they are made anew, for which the images are needed.
+Every file names the images and the model it was made from. Files of other images or of another model are not used but
+made again, for which the images are needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tpl.stream import Stream, fingerprint
 
 
 class StaleOutputs(TplError):
-    """The kept outputs are not those of this run's images and model."""
+    """The stored outputs are not those of this run's images and model."""
 
 
 class Accuracies(NamedTuple):
-    """Over all test images: class known among all, class known among the true task's, task predicted."""
+    """Accuracy over all test images: of the class, of the class within the true task, of the task."""
 
     last: float
     til: float
@@ -48,7 +48,7 @@ class Accuracies(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """All test images of a run, task by task, as every task's model sees them."""
+    """Outputs of every task's model for all test images of a run, ordered by task."""
 
     models: list[Outputs]  # one entry a task
     labels: Tensor  # [n], among all classes in the order of arrival
@@ -56,18 +56,18 @@ class RunOutputs:
     common: Tensor | None = None  # [n, dim], a method's `common_features`
 
     def to(self, device: torch.device) -> RunOutputs:
-        """The same with features and logits on a device."""
+        """A copy with features and logits on a device."""
         moved = [Outputs(*(column.to(device) for column in seen)) for seen in self.models]
         common = None if self.common is None else self.common.to(device)
         return RunOutputs(moved, self.labels, self.tasks, common)
 
     @property
     def seen(self) -> list[Seen]:
-        """For a method's `decide`."""
+        """The argument of a method's `decide`."""
         return [Seen(self.models, self.common)]
 
     def accuracies(self, log_probabilities: Tensor) -> Accuracies:
-        """How right an answer to all images is."""
+        """The accuracies of class probabilities for all images."""
         owner = self.tasks.new_zeros(int(self.labels.max()) + 1)
         owner[self.labels] = self.tasks
         return Accuracies(*ReadTable.of(log_probabilities, self.labels, owner).accuracies())
@@ -80,9 +80,9 @@ def run_outputs(
     load: Callable[[], Method],
     listen: Listener = silent,
 ) -> RunOutputs:
-    """The run's outputs: read where they are kept, else computed from the images in `data` and kept.
+    """The run's outputs: read from its directory if stored, else computed from the images in `data` and stored.
 
-    `description` is the run's run.json; `load` gives its trained method, and is called only if the images must be seen.
+    `description` is the run's run.json; `load` gives its trained method, and is called only if outputs are computed.
     """
     problem = ""
     try:
@@ -103,13 +103,13 @@ def run_outputs(
 
 
 def check_unchanged(method: Method, classes: Sequence[Sequence[str]]) -> None:
-    """Refuse a model that has other numbers of classes than when the run was measured."""
+    """Refuse a model whose numbers of classes have changed since the run was measured."""
     if [len(names) for names in method.task_classes_] != [len(names) for names in classes]:
         raise TplError("The run's model has gained or lost classes since: it is not the one that was measured.")
 
 
 def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
-    """The outputs that are kept, or None if they are not (all) there."""
+    """The stored outputs, or None if they are not (all) there."""
     files = _files(run, description)
     if not all(file.is_file() for file in files):
         return None
@@ -133,7 +133,7 @@ def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
 
 
 def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
-    """The tasks as the run met them."""
+    """The tasks of a run."""
     return find_benchmark(description["benchmark"]).stream(
         data,
         description["order"],
@@ -144,7 +144,7 @@ def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
 
 
 def compute_outputs(method: Method, stream: Stream, listen: Listener = silent) -> RunOutputs:
-    """Show every task's test images to every task's model; no more than one task's images are held at a time."""
+    """Run every task's model on every task's test images; only one task's images are in memory at a time."""
     listen(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
     check_unchanged(method, [task.classes for task in stream])
     parts: list[Seen] = []
@@ -163,7 +163,7 @@ def compute_outputs(method: Method, stream: Stream, listen: Listener = silent) -
 
 
 def _keep(run: Path, description: dict[str, Any], outputs: RunOutputs) -> None:
-    """Write the files, each in one step. Where that fails, the answer stands: it takes as long again next time."""
+    """Write the files, each atomically. If that fails, the outputs are computed again next time."""
     origin = _origin(run, description)
     with suppress(OSError, SafetensorError):
         (run / "outputs").mkdir(exist_ok=True)

@@ -11,26 +11,26 @@ class Pace:
     """The position of a run in its tasks and epochs, and the speed so far."""
 
     images: list[int] = field(default_factory=list)  # training images of each task
-    task: int = 0  # tasks that are learned and measured
+    task: int = 0  # number of tasks learned and measured
     epoch: int = 0
     epochs: int = 0
     since: float = 0.0  # when this attempt began to learn
-    share_then: float = 0.0
+    share_then: float = 0.0  # share done at that time
 
     @property
     def share(self) -> float:
-        """How much of the run is done, by training images."""
-        images, task, epochs = self.images, self.task, self.epochs  # another thread draws what this one changes
+        """The share of the run that is done, by training images."""
+        images, task, epochs = self.images, self.task, self.epochs  # another thread may change them meanwhile
         now = images[task] * self.epoch / epochs if epochs and task < len(images) else 0
         return (sum(images[:task]) + now) / sum(images) if images else 0.0
 
     def seconds_left(self, now: float) -> float | None:
-        """At the speed so far; None while there is nothing to go by."""
+        """Seconds that the rest takes at the speed so far; None before the first epoch."""
         done = self.share - self.share_then
         return (now - self.since) * (1 - self.share) / done if done > 0 else None
 
     def hear(self, kind: str, data: dict[str, Any], now: float) -> None:
-        """Take note of an event of the run."""
+        """Update the position by an event of the run."""
         if kind == "run":
             self.images, self.task = list(data["images"]), int(data["learned"])
             self.epoch = self.epochs = 0

@@ -18,8 +18,8 @@ from tpl.nets import check_encoder_name, is_resnet
 from tpl.nets.compact import NAME as COMPACT
 from tpl.stream import Stream
 
-ELSEWHERE = ("data", "download", "weights", "compile")  # what tells runs apart by no number of theirs
-SMALL = "small"  # in the place of a memory's size: that of the paper's small-buffer experiments
+ELSEWHERE = ("data", "download", "weights", "compile")  # settings that change no number
+SMALL = "small"  # instead of a memory size: that of the paper's small-buffer experiments
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunSpec:
     per_task: int | tuple[int, ...] | None = None  # classes a task; None = the benchmark's own
     tasks: int | None = None
     validation: float | None = None
-    held_out: float = 0.0  # share of every class that is not trained on, but weighs answers and tells unknown images
+    held_out: float = 0.0  # share of every class not trained on, but used to fit weights and unknown scores
     device: str = "auto"
     precision: str = "auto"
     compile: str = "auto"
@@ -62,7 +62,7 @@ class RunSpec:
         return f"{where}: {', '.join(found)} (change with --set)" if found else ""
 
     def check(self) -> None:
-        """Refuse what can be refused before any data is read."""
+        """Report mistakes that can be found before any data is read."""
         if not 0 <= self.held_out < 1:
             raise TplError(f"held_out takes a share of at least 0 and below 1; got {self.held_out:g}.")
         self.all_options()
@@ -70,13 +70,13 @@ class RunSpec:
         choose_compute(self.device, self.precision, self.compile)
 
     def stream(self) -> Stream:
-        """The benchmark's tasks as this run meets them."""
+        """The benchmark's tasks, in this run's class order."""
         return self._benchmark().stream(
             self.data, self.order, self.download, self.per_task, self.tasks, self.validation, self.seed
         )
 
     def learner(self) -> Learner:
-        """A learner that knows nothing yet."""
+        """A new learner that has learned nothing yet."""
         return Learner(
             self.method,
             self.encoder,
@@ -89,10 +89,10 @@ class RunSpec:
         )
 
     def directory_name(self) -> str:
-        """A name that says what the run is and differs with its settings (not with where data and weights lie)."""
+        """A directory name that depends on all settings except the paths of data and weights."""
         content = {k: str(v) for k, v in dataclasses.asdict(self).items() if k not in ELSEWHERE}
         if not self.held_out:
-            del content["held_out"]  # as before there was a choice
+            del content["held_out"]  # keeps the names of runs made before this setting existed
         content["options"] = json.dumps(self.all_options(), sort_keys=True)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.benchmark}-{self.method}-{self.encoder}-{digest}".replace("/", "_").replace(":", "_")

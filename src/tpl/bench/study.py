@@ -1,7 +1,7 @@
 """The paper's study of OOD detectors as task predictors: one bank, twelve detectors, eight training techniques.
 
-Post-hoc detectors share one HAT run. Each training technique has a run of its own, scored by MSP. All answers are the
-paper's hard choice of the largest raw score, and, beside it, the choice after calibration on stored images.
+Post-hoc detectors share one HAT run. Each training technique has a run of its own, scored by MSP. The task is predicted
+in two ways: the paper's hard choice of the largest raw score, and the choice after calibration on stored images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN = "none"
 MEASURED = ("last", "auroc", "til", "last_calibrated")
 TRAINED = tuple(name for name in TECHNIQUES if name != PLAIN)
 ALL = (*DETECTORS, *TRAINED)
-PRINTED_AS = {"klm": "kl-matching"}  # where the paper's table is keyed otherwise
+PRINTED_AS = {"klm": "kl-matching"}  # keys that differ in the paper's table
 
 
 def study(
@@ -73,7 +73,7 @@ def study(
 
 
 def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, listen: Listener) -> list[Path]:
-    """Directories of finished runs, one a class order."""
+    """Train what is not trained yet; the directories of the finished runs, one per class order."""
     options = {"also": "all"} if technique == PLAIN else {"technique": technique, "store": True}
     specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
     places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
@@ -82,7 +82,7 @@ def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, li
 
 
 def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every detector of one run's model, hard and calibrated."""
+    """The numbers of every detector on one run's model, with hard and with calibrated choice of the task."""
     description = RunResult.read(place).description
     loaded = Learner.load(place / "model", spec.weights, spec.device, spec.precision, spec.compile)
     method = cast(HAT, loaded.method)  # `_trained` runs no other
@@ -90,7 +90,7 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
     for name in detectors:
         method.rescore(score=name, choice="hard")
         outputs = plain
-        if name == "odin":  # another image, so another pass
+        if name == "odin":  # it perturbs the images, so it needs its own forward pass
             outputs = compute_outputs(method, stream_of(description, spec.data)).to(method.compute.device)
         yield name, _answers(method, outputs)
 
@@ -107,19 +107,19 @@ def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
 
 
 def _row(name: str, benchmark: str, runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Means over the class orders in percent, with the deviation, and what the paper prints."""
+    """Mean and standard deviation over the class orders in percent, and the paper's numbers."""
     kind = "post-hoc" if name in DETECTORS else "trained"
     row: dict[str, Any] = {"detector": name, "kind": kind, "runs": len(runs)}
     for key in MEASURED:
         values = [100 * run[key] for run in runs]
         row[key] = float(np.mean(values))
         row[f"{key}_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    row["paper"] = _printed(name, benchmark)
+    row["paper"] = paper_numbers(name, benchmark)
     return row
 
 
-def _printed(name: str, benchmark: str) -> dict[str, float] | None:
-    """The paper's cells for a detector, or None where it has none for this benchmark."""
+def paper_numbers(name: str, benchmark: str) -> dict[str, float] | None:
+    """The paper's numbers for a detector on a benchmark, or None if it has none."""
     wanted = f"ood/{PRINTED_AS.get(name, name)}/{benchmark}"
     row = next((row for row in load_rows() if row.name == wanted), None)
     return None if row is None else {key: row.target(key) for key in row.values if key in MEASURED}

@@ -2,7 +2,7 @@
 
 One TOML file a table. A row of `tpl reproduce` is one cell group of a table, for example
 `encoders/vit-tiny/c100-10t`: what the paper prints for ViT-tiny on C100-10T. Misprints stay as printed,
-with a word on what is wrong; where the right number is known, runs are judged by that one.
+with a note on what is wrong; where the right number is known, runs are compared with that one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ FIVE = ("c10-5t", "c100-10t", "c100-20t", "t-5t", "t-10t")
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of the paper: how it is called and judged, and how a run's number becomes one in its unit."""
+    """A quantity in the paper's tables: its name, its direction, and the factor from a run's unit to the paper's."""
 
     key: str
     title: str
-    better: int  # 1: more is better, -1: less is better, 0: shown, not judged
+    better: int  # 1: higher is better, -1: lower is better, 0: shown without a verdict
     scale: float = 100.0  # runs measure fractions, the paper prints percent
 
 
@@ -85,7 +85,7 @@ class Row:
     encoder: str
     benchmark: str  # or AVERAGE
     values: Mapping[str, Printed]  # as printed, by the keys of QUANTITIES
-    options: Mapping[str, Any] = field(default_factory=dict)  # what sets this row apart from the protocol
+    options: Mapping[str, Any] = field(default_factory=dict)  # where this row differs from the protocol
     misprint: str | None = None
     corrected: Mapping[str, float] = field(default_factory=dict)
     note: str | None = None
@@ -106,11 +106,11 @@ class Row:
         return self._mean("til")
 
     def target(self, quantity: str) -> float:
-        """The number to reach: the printed one, or the right one where that is a misprint."""
+        """The number to reach: the printed one, or the corrected one for a misprint."""
         return self.corrected.get(quantity, self.values[quantity].mean)
 
     def parts(self) -> list[Row]:
-        """The benchmarks behind the row: itself, or the five of an average."""
+        """The row of each benchmark: the row itself, or the five behind an average."""
         if self.benchmark != AVERAGE:
             return [self]
         table = {other.name: other for other in load_rows()}
@@ -118,7 +118,7 @@ class Row:
         return [table.get(stem + name) or replace(self, name=stem + name, benchmark=name) for name in FIVE]
 
     def required(self) -> dict[str, Any]:
-        """Options that a run must share with the paper's to be compared at all, where its method has them."""
+        """Options that a run must share with the paper's to be comparable, if its method has them."""
         fixed = _load("protocols")
         needed: dict[str, Any] = dict(fixed["methods"].get(self.method, {}))
         if self.benchmark != AVERAGE:
@@ -131,7 +131,7 @@ class Row:
 
 
 def task_sizes(benchmark: str) -> list[int]:
-    """How many classes each task of a benchmark of the paper has."""
+    """The number of classes of each task of one of the paper's benchmarks."""
     fixed = _load("protocols")["benchmarks"][benchmark]
     return [fixed["classes"] // fixed["tasks"]] * fixed["tasks"]
 
@@ -143,7 +143,7 @@ def load_rows() -> tuple[Row, ...]:
 
 
 def find_rows(patterns: Sequence[str]) -> list[Row]:
-    """The rows that names, prefixes or globs such as `encoders/*tiny/c100*` ask for."""
+    """The rows matching names, prefixes or globs such as `encoders/*tiny/c100*`."""
     rows = load_rows()
     found: dict[str, Row] = {}
     for pattern in patterns:
@@ -157,7 +157,7 @@ def find_rows(patterns: Sequence[str]) -> list[Row]:
 
 
 def _nearest(pattern: str) -> str:
-    """Close names, or parts of names, as the end of a sentence."""
+    """Similar names of rows or tables, as a hint in parentheses."""
     names = {"/".join(row.name.split("/")[:depth]): None for depth in (1, 2, 3) for row in load_rows()}
     near = difflib.get_close_matches(pattern.lower(), names, n=3, cutoff=0.6)
     return f" (near: {', '.join(near)})" if near else ""
