@@ -82,7 +82,7 @@ def test_the_toy_example_is_the_papers(tmp_path: Path) -> None:
         assert (density * x**2).sum() * step == pytest.approx(variance)
     draw_toy(tmp_path / "toy.svg")
     said = texts(tmp_path / "toy.svg")
-    assert "takes x = 0 for the task's own" in said and "takes x = 1 for the task's own" in said
+    assert "assigns x = 0 to the task" in said and "assigns x = 1 to the task" in said
 
 
 def test_what_cannot_be_written_is_said(found: RunDensities, tmp_path: Path) -> None:

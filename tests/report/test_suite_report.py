@@ -180,12 +180,12 @@ def test_the_page_shows_what_is_recorded_and_says_what_is_not(suite: Path) -> No
     page = html.unescape(render(findings, group_runs(findings.runs), "Title"))
     words = " ".join(re.sub(r"<style>.*?</style>|<script>.*?</script>|<[^>]+>", " ", page, flags=re.DOTALL).split())
     assert "Not recorded by runs of hat; joint: they are older than this figure" in words
-    assert "Taken for their own task, percent: 80.0, 100.0, 50.0." in page
+    assert "Assigned to their own task, percent: 80.0, 100.0, 50.0." in page
     # The first class of each order fell from 0.9 to 0.5; the last has no test images.
     classes = words.split("Classes The accuracy")[1].split("AUROC and accuracy")[0]
     assert "0-0 90.00 50.00 40.00" in words and "0-4 " in words and "0-5 " not in classes
     assert math.isfinite(float(words.split("Pearson's r = ")[1].split(";")[0]))
-    assert "tpl: not kept" in words  # densities
+    assert "tpl: no outputs stored" in words  # densities
     assert words.count("Network M") == 2 and "GPU peak" not in words
 
 

@@ -40,7 +40,7 @@ ACCURACY, SCORES, FORGETTING, COST = "Accuracy, %", "Task scores, %", "Forgettin
 COLUMNS = (
     Column(
         "last", ACCURACY, "Last", "Last\n%",
-        "Share of all test images named correctly after the final task, among all classes.",
+        "Share of all test images classified correctly after the final task, among all classes.",
         percent, 1,
     ),
     Column(
@@ -51,20 +51,20 @@ COLUMNS = (
     ),
     Column(
         "til", ACCURACY, "TIL", "TIL\n%",
-        "Task-incremental accuracy after the final task: as Last, but the method is told which task each "
-        "image belongs to and chooses among the classes of that task only.",
+        "Task-incremental accuracy after the final task: like Last, but the method is given the task of each "
+        "image and chooses among the classes of that task only.",
         percent, 1,
     ),
     Column(
         "tp", ACCURACY, "Task pred.", "Task\n%",
-        "Task prediction after the final task: share of test images whose task is found. The "
+        "Task prediction after the final task: share of test images whose task is predicted correctly. The "
         "probability of a task is the sum of those of its classes.",
         percent, 1,
     ),
     Column(
         "auroc", SCORES, "AUROC", "AU-\nROC",
         "Area under the ROC curve of each task's score, its own test images against those of all other tasks, averaged "
-        "over the tasks: how well the scores tell whose an image is. Only methods with a score a task have it.",
+        "over the tasks: how well the scores separate the tasks. Only methods with task scores have it.",
         percent, 1,
     ),
     Column(
@@ -80,23 +80,23 @@ COLUMNS = (
     ),
     Column(
         "forgetting_aia", FORGETTING, "Rect. AIA", "Forg.\nAIA",
-        "Rectified forgetting as before, taken after every task and averaged over these measurements.",
+        "Rectified forgetting measured after every task and averaged over these measurements.",
         percent, -1,
     ),
     Column(
         "forgetting_classic", FORGETTING, "Classic", "Forg.\nclass.",
         "Accuracy on a task right after it was learned minus that at the end, averaged over all tasks but "
-        "the last. It also counts that more classes are harder to tell apart, which is no forgetting.",
+        "the last. It includes that more classes are harder to distinguish, which is not forgetting.",
         percent, -1,
     ),
     Column(
         "parameters", COST, "Network, M", "Net\nM",
-        "Size of the network in millions of numbers, with everything kept for each task, without the memory.",
+        "Size of the network in millions of numbers, with everything stored for each task, without the memory.",
         lambda value: f"{value / 1e6:,.2f}",
     ),
     Column(
         "memory_images", COST, "Memory, images", "Mem.\nimgs",
-        "Training images of earlier tasks kept for replay at the end of the run.",
+        "Training images of earlier tasks stored for replay at the end of the run.",
         lambda value: f"{value:,.0f}",
     ),
     Column(
@@ -111,7 +111,7 @@ COLUMNS = (
     ),
     Column(
         "peak_device_bytes", COST, "GPU peak, GB", "GPU\nGB",
-        "The most memory in use on the GPU, in billions of bytes, by all runs trained side by side.",
+        "The most memory in use on the GPU, in billions of bytes, by all runs trained at the same time.",
         lambda value: f"{value / 1e9:,.1f}",
     ),
     Column("seconds", COST, "Time, s", "Time\ns", "Learning and testing, all tasks together.", _seconds),

@@ -141,7 +141,7 @@ def comparison_table(comparison: Comparison) -> Table:
         verdict = Cell(d.verdict, d.verdict in (BETTER, WORSE))
         rows.append((*map(Cell, texts), Cell(str(len(d.differences))), verdict))
     head = ("Method", "Benchmark", "Quantity", "Before", "Now", "Difference", "95 % interval", "Pairs", "Verdict")
-    return Table("What moved, paired over class orders and seeds", head, tuple(rows))
+    return Table("Differences, paired over class orders and seeds", head, tuple(rows))
 
 
 def _signed(difference: Difference, value: float) -> str:

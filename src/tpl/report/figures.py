@@ -114,8 +114,9 @@ def heatmap_svg(matrix: Matrix, ident: str, name: str) -> str:
 def confusion_svg(matrix: Matrix, ident: str, name: str) -> str:
     """Share of each task's images (rows) assigned to each task (columns), as SVG for a page."""
     right = ", ".join(f"{100 * v:.1f}" for v in np.diag(matrix) if not np.isnan(v))
-    label = f"{name}: share of each task's test images taken for each task. Taken for their own task, percent: {right}."
-    return to_svg(draw_matrix(matrix, "taken for task", "images of task", PAGE), ident, label)
+    what = f"{name}: share of each task's test images assigned to each task"
+    label = f"{what}. Assigned to their own task, percent: {right}."
+    return to_svg(draw_matrix(matrix, "assigned to task", "images of task", PAGE), ident, label)
 
 
 def draw_matrix(matrix: Matrix, across: str, down: str, palette: Palette) -> Figure:
@@ -244,8 +245,8 @@ class Scatter:
     def sentence(self) -> str:
         """The regression line as a sentence."""
         if self.fit is None:
-            return f"No line: that takes {MIN_POINTS} points that differ."
-        return f"Pearson's r = {self.fit['r']:.3f}; {self.fit['slope']:.2f} points of accuracy for a point of AUROC."
+            return f"No regression line: it needs {MIN_POINTS} different points."
+        return f"Pearson's r = {self.fit['r']:.3f}; {self.fit['slope']:.2f} points of accuracy per point of AUROC."
 
 
 def scatter_of_runs(experiment: Experiment) -> Scatter:

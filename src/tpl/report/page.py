@@ -140,7 +140,7 @@ def _study(study: dict[str, Any], ident: str) -> Context:
     title = f"{study['benchmark']}, {study['encoder']}"
     theirs = study["paper_fit"]
     paper = f" In the paper (DeiT-S): r = {theirs['r']:.3f}, slope {theirs['slope']:.2f}." if theirs else ""
-    svg = Markup(scatter_svg(scatter, f"{ident}-cloud", title))
+    svg = Markup(scatter_svg(scatter, f"{ident}-scatter", title))
     return {"ident": ident, "title": title, "rows": study["rows"], "svg": svg, "sentence": scatter.sentence + paper}
 
 
@@ -194,13 +194,13 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], paper: Paper, styles:
 def _joint(experiment: Experiment) -> str:
     """Why rectified forgetting is not shown for some or all methods; empty if it is."""
     if not experiment.joint:
-        return "Rectified forgetting is left out: it needs a joint run to compare with."
+        return "Rectified forgetting is not shown: it needs a joint run to compare with."
     lacking = [r["name"] for r in experiment.rows if r["forgetting_last"] is None and r["method"] != JOINT]
     if not lacking:
         return ""
     return (
         f"Rectified forgetting needs a joint run over the same tasks for every run; {', '.join(lacking)} lack some. "
-        "The table of every run has what there is."
+        "The table of all runs shows it for the others."
     )
 
 
@@ -267,7 +267,7 @@ def _scatter(experiment: Experiment, ident: str) -> Context | None:
     if not scatter.points:
         return None
     shown = {point.group for point in scatter.points}
-    svg = Markup(scatter_svg(scatter, f"{ident}-cloud", experiment.title))
+    svg = Markup(scatter_svg(scatter, f"{ident}-scatter", experiment.title))
     return {"svg": svg, "sentence": scatter.sentence, "groups": [g.name for g in experiment.groups if g.name in shown]}
 
 
@@ -275,7 +275,7 @@ def _densities(group: Group, style: str) -> Context:
     """The densities of the first run with stored outputs, or the reason why there are none."""
     keeping = next((run for run in group.runs if (run.folder / "outputs").is_dir()), None)
     if keeping is None:
-        return {"name": group.name, "style": style, "image": None, "note": "not kept"}
+        return {"name": group.name, "style": style, "image": None, "note": "no outputs stored"}
     from tpl.report.pictures import density_png
 
     png, note = density_png(keeping.folder)

@@ -100,7 +100,7 @@ def write_figures(experiments: Sequence[Experiment], studies: Sequence[dict[str,
             if mean is not None:
                 figures.add(f"matrix-{name}", draw_matrix(mean, "accuracy on task", "after learning task", PAPER))
             if confusion is not None:
-                figures.add(f"confusion-{name}", draw_matrix(confusion, "taken for task", "images of task", PAPER))
+                figures.add(f"confusion-{name}", draw_matrix(confusion, "assigned to task", "images of task", PAPER))
         scatter = scatter_of_runs(experiment)
         if scatter.points:
             figures.add(f"auroc-{stem}", draw_scatter(scatter, PAPER))
@@ -166,7 +166,7 @@ def _captions(study: dict[str, Any]) -> list[str]:
         for who, fit in (("", ours), ("paper (DeiT-S): ", theirs))
         if fit
     ]
-    return [f"HAT, {study['encoder']}, {orders}, the largest raw score chooses", "; ".join(fits)]
+    return [f"HAT, {study['encoder']}, {orders}, the largest raw score is chosen", "; ".join(fits)]
 
 
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of a density, inside the contours
@@ -203,7 +203,7 @@ def density_png(run: Path) -> tuple[bytes | None, str]:
     """
     try:
         if read_outputs(run, RunResult.read(run).description) is None:
-            return None, f"it keeps no outputs; `tpl figure densities {run}` makes them"
+            return None, f"it has no stored outputs; `tpl figure densities {run}` makes them"
         found = run_densities(run)
     except TplError as error:
         return None, str(error)

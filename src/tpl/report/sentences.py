@@ -23,12 +23,12 @@ def lead(classes: Sequence[Sequence[str]]) -> str:
     sizes = sorted({len(names) for names in classes})
     total = _count(sum(len(names) for names in classes), "class", "classes")
     if len(classes) == 1:
-        return f"{total} in a single task: a method must tell them apart."
+        return f"{total} in a single task: a method must distinguish them."
     each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return (
         f"{total} arrive in {len(classes)} tasks of {each}, one task after the other; after each, a "
-        "method must tell apart all classes so far, without being told which task an image comes from and, "
-        "replay memory aside, without seeing the images of earlier tasks again."
+        "method must distinguish all classes so far, without the task of an image and, except for a "
+        "replay memory, without the images of earlier tasks."
     )
 
 
@@ -43,7 +43,7 @@ def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
     pieces = [
         (start, ""),
         (str(winner["name"]), "strong"),
-        (", names " if len(found[CONTINUAL]) > 1 else " names ", ""),
+        (", classifies " if len(found[CONTINUAL]) > 1 else " classifies ", ""),
         (f"{percent(winner['last'])} %", "strong"),
         (" of the test images correctly", ""),
     ]

@@ -18,8 +18,8 @@ POINTS = (0.0, 1.0)
 LINE = np.linspace(-2, 2, 401)
 WIDTH, HEIGHT = 9.6, 4.6  # inches
 CAPTION = (
-    "The filled point is the one taken. At 0 the others are ten times as dense as the task, so 0 is theirs; at 1 they "
-    "all but vanish.\nThe task's density alone puts 0 first all the same: only the ratio of the two tells."
+    "The filled point is the one chosen. At 0 the density of the other tasks is ten times the task's, so 0 is theirs; "
+    "at 1 it is almost zero.\nThe task's density alone still prefers 0: only the ratio of the two is right."
 )
 
 
@@ -63,7 +63,7 @@ def _likelihoods(axes: Axes, points: Points, likelihood_chooses: float, **_: flo
         _mark(axes, point["x"], point["p_t"], text, offset, point["x"] == likelihood_chooses)
     text, peak = f"$p_{{t^c}}$({points[0]['x']:g}) = {points[0]['p_tc']:.2f}", (points[0]["x"], points[0]["p_tc"])
     axes.annotate(text, peak, (12, -8), textcoords="offset points", fontsize=10, color=OTHERS)
-    _plain(axes, "density", f"The likelihood $p_t$ takes x = {likelihood_chooses:g} for the task's own")
+    _plain(axes, "density", f"The likelihood $p_t$ assigns x = {likelihood_chooses:g} to the task")
 
 
 def _ratios(axes: Axes, points: Points, ratio_chooses: float, **_: float) -> None:
@@ -73,7 +73,7 @@ def _ratios(axes: Axes, points: Points, ratio_chooses: float, **_: float) -> Non
     for point, offset in zip(points, ((0, 18), (-16, 12)), strict=True):
         text = f"ratio({point['x']:g}) = {_short(point['ratio'])}"
         _mark(axes, point["x"], float(np.log10(point["ratio"])), text, offset, point["x"] == ratio_chooses)
-    title = f"The ratio $p_t / p_{{t^c}}$ takes x = {ratio_chooses:g} for the task's own"
+    title = f"The ratio $p_t / p_{{t^c}}$ assigns x = {ratio_chooses:g} to the task"
     _plain(axes, "ratio, as a power of ten", title)
 
 
