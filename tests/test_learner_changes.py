@@ -28,8 +28,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     learner = Learner("tpl", SMALL_VIT, device="cpu", **OPTIONS)
     for t, names in enumerate(TASKS):
         learner.learn(Task(f"task {t}", names, digits(range(2 * t, 2 * t + len(names)), 20)), held_out=0.25)
-    learner.save(tmp_path_factory.mktemp("changes") / "model")
-    return Path(learner._origin[0])  # type: ignore[index]
+    place = tmp_path_factory.mktemp("changes") / "model"
+    learner.save(place)
+    return place
 
 
 @pytest.fixture

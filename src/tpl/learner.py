@@ -204,8 +204,8 @@ class Learner:
         self._refuse_known(task)
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
         learn_side_by_side([self], [task], [held_out], [listen], source)
-        record = self._entries[-1].record
-        listen(Event("learned", {"task": task.name, "accuracy": record.accuracy, "held_out": record.held_out}))
+        entry = self._entries[-1]
+        listen(Event("learned", {"task": task.name, "accuracy": entry.accuracy, "held_out": sum(entry.held_out)}))
         return self
 
     def _record(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:

@@ -284,7 +284,7 @@ class TestSets:
         assert wrong == []
 
 
-class TestKept:
+class TestCached:
     def files(self, folder: Path, sizes: list[tuple[int, int]]) -> FileImages:
         for i, (height, width) in enumerate(sizes):
             noise(height, width, seed=i).save(folder / f"{i}.png")
@@ -316,7 +316,7 @@ class TestKept:
             with pytest.raises(IndexError):
                 kept.block(np.array([index]))
 
-    def test_other_sizes_and_large_sets_are_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_sizes_and_large_sets_are_not_cached(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = self.files(tmp_path, [(5, 4), (4, 5), (5, 4)])
         kept = CachedImages(files)
         assert [kept.load(i).size for i in (0, 1, 2, 1)] == [(4, 5), (5, 4), (4, 5), (5, 4)]

@@ -69,7 +69,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry((20, 30), (40, 44), (3, 5), (32, 32), "bicubic")
     pixels = torch.from_numpy(pictures("noise", (20, 30), 7))
     together = resample(pixels, geometry)
-    monkeypatch.setattr("tpl.stream.resample._CHUNK_BYTES", 2 * 3 * 32 * 32 * 3 * 8)
+    monkeypatch.setattr("tpl.stream.resample.MAX_BYTES", 2 * 3 * 32 * 32 * 3 * 8)
     assert torch.equal(resample(pixels, geometry), together)
     assert resample(pixels[:0], geometry).shape == (0, 3, 32, 32)
 
@@ -136,7 +136,7 @@ class TestDeviceBatches:
             self.resampled.append(geometry)
             return resample(pixels, geometry)
 
-        monkeypatch.setattr(preprocess, "_resizes_well", lambda device: True)
+        monkeypatch.setattr(preprocess, "RESIZING_DEVICES", {"cpu"})
         monkeypatch.setattr(preprocess, "resample", watched)
 
     @pytest.mark.parametrize("size", [(8, 8), (24, 24), (26, 26), (40, 23), (31, 47)], ids=str)

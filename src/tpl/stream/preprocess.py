@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and finding images does not 
 
 # An image with more pixels than this many times the encoder's input is resized before it is sent to a device.
 _LARGE = 4
+# On a CPU Pillow's threads are as fast as matrix products, and much faster with large images.
+RESIZING_DEVICES = frozenset({"cuda"})
 _CHUNK = 32  # images decoded by a thread at a time
 _KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
@@ -93,7 +95,7 @@ class Preprocess:
         import torch
 
         out = torch.empty((len(images), 3, self.height, self.width), dtype=torch.uint8, device=device or "cpu")
-        resizer = out.device if _resizes_well(out.device) else None
+        resizer = out.device if out.device.type in RESIZING_DEVICES else None
 
         def read(chunk: range) -> tuple[range, NDArray[np.uint8], Geometry | None]:
             return chunk, *self._read(images, chunk, resizer)
@@ -202,11 +204,6 @@ def try_load(images: ImageSet, index: int, shrink: Shrink) -> Image.Image | str:
         return str(error)
     except (ValueError, MemoryError) as error:
         return f"{images.name(index)} cannot be resized: {error}"
-
-
-def _resizes_well(device: torch.device) -> bool:
-    # On a CPU Pillow's threads are as fast as matrix products, and much faster with large images.
-    return device.type == "cuda"
 
 
 def in_chunks(work: Callable[[range], Result], count: int) -> Generator[Result]:

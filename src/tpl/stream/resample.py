@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ONE = 1 << 22  # Pillow keeps weights as whole multiples of 1 / _ONE
-_CHUNK_BYTES = 1 << 28  # float64 held at one time; a large batch goes through in chunks of this size
+MAX_BYTES = 1 << 28  # float64 held at one time; a large batch goes through in chunks of this size
 
 
 def _box(x: float) -> float:
@@ -114,7 +114,7 @@ def resample(pixels: Tensor, geometry: Geometry) -> Tensor:
     out = pixels.new_empty((len(pixels), 3, height, width))
     tallest = max(rows.stop - rows.start, height)
     widest = max(columns.stop - columns.start, width)
-    chunk = max(1, _CHUNK_BYTES // (3 * tallest * widest * 3 * 8))  # a step has its input, output and a copy
+    chunk = max(1, MAX_BYTES // (3 * tallest * widest * 3 * 8))  # a step has its input, output and a copy
     for start in range(0, len(pixels), chunk):
         part = pixels[start : start + chunk, rows, columns].permute(0, 3, 1, 2)
         for along_height in (geometry.height_first, not geometry.height_first):

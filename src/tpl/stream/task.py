@@ -90,13 +90,11 @@ class Stream:
             raise DataError(f"the validation fraction must lie between 0 and 1, not be {fraction}.")
         if seed < 0:
             raise DataError(f"the validation seed must be 0 or more, not {seed}.")
-        parts = [hold_out(task, fraction, [seed], smallest=2) for task in self._tasks]
-        return Stream(
-            [
-                replace(task, train=train, test=held if len(held) else None)
-                for task, (train, held) in zip(self._tasks, parts, strict=True)
-            ]
-        )
+        tasks = []
+        for task in self._tasks:
+            train, held = hold_out(task, fraction, [seed], smallest=2)
+            tasks.append(replace(task, train=train, test=held if len(held) else None))
+        return Stream(tasks)
 
     def once(self) -> Iterator[Task]:
         """The tasks one by one; taking the next closes the training set of the one before for good.
