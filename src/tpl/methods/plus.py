@@ -156,7 +156,7 @@ class TPLPlus(TPL):
         if len(numbers) and len(self.classes_) > 1:
             common = self.common_features(pixels) if common is None else common
             bank = self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
-            self.balance_ = self.balance_.updated(bank, self.expert_says(common), numbers)
+            self.balance_ = self.balance_.updated(bank, self.expert_log_probabilities(common), numbers)
 
     @property
     def exponents(self) -> tuple[float, float]:
@@ -222,7 +222,7 @@ class TPLPlus(TPL):
             known = [self._first_task(common)]
         return self.outputs(pixels, known)
 
-    def expert_says(self, common: Tensor) -> Tensor:
+    def expert_log_probabilities(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from `common_features`."""
         assert self.expert is not None
         return self.expert.log_probabilities(self._normalised(common))
@@ -241,7 +241,7 @@ class TPLPlus(TPL):
         assert common is not None
         if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
             return Seen(self._outputs_beside(common, pixels, self._still_true(before)), common, by=self)
-        asked = self.tasks_to_ask(self.expert_says(common))
+        asked = self.tasks_to_query(self.expert_log_probabilities(common))
         rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
         outputs: list[Outputs] = []
         if self._through_first_task and self.bank.tasks:
@@ -253,8 +253,8 @@ class TPLPlus(TPL):
         """The bank's prediction times the expert's; tasks that are not selected for an image do not count."""
         all_ = Seen.joined(seen)
         assert all_.common is not None
-        says = self.expert_says(all_.common)
-        asked = self.tasks_to_ask(says) if all_.asked is None else all_.asked
+        says = self.expert_log_probabilities(all_.common)
+        asked = self.tasks_to_query(says) if all_.asked is None else all_.asked
         scores = _dense(all_, self._scores_of(all_)) if scores is None else scores
         log_p = self._fused(all_, asked, scores, says)
         unknown = None
@@ -289,7 +289,7 @@ class TPLPlus(TPL):
         bank = a * (within + self.task_log_probabilities(scores.masked_fill(~asked, -torch.inf))[:, owner])
         return (bank.masked_fill(~asked[:, owner], NEVER) + w * says).log_softmax(dim=1)
 
-    def tasks_to_ask(self, says: Tensor) -> Tensor:
+    def tasks_to_query(self, says: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
         The first task is always included where its features are part of the expert's.
@@ -329,7 +329,7 @@ class TPLPlus(TPL):
         held = self.held_[task]
         known = self.in_distribution_score(task, Outputs(held.features, self.bank.logits(held.features, task)))
         if self.config.passes != ALL and self._knows_queried_tasks and held.common is not None:
-            asked = self.tasks_to_ask(self.expert_says(held.common))[:, task]
+            asked = self.tasks_to_query(self.expert_log_probabilities(held.common))[:, task]
             known = known.masked_fill(~asked, -torch.inf)
         return known.sort().values
 
