@@ -167,7 +167,7 @@ def test_held_out_images_meet_the_rule_that_new_ones_meet(saved: dict[str, Path]
         unasked[passes] = 0
         for t, held in enumerate(method.held_):
             assert held.common is not None and len(held.common) == len(held.labels) == PER_CLASS
-            asked = method.tasks_to_ask(method.expert_says(held.common))[:, t]
+            asked = method.tasks_to_query(method.expert_log_probabilities(held.common))[:, t]
             assert int(method.held_scores()[t].isneginf().sum()) == int((~asked).sum())
             unasked[passes] += int((~asked).sum())
         most = max(int(scores.isneginf().sum()) for scores in method.held_scores())

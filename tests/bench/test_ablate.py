@@ -240,7 +240,7 @@ def accuracy_of_the_expert(run: Path, stream: Stream) -> float:
     assert isinstance(method, TPLPlus)
     for task in stream:
         assert task.test is not None
-        says = method.expert_says(method.common_features(method.preprocess.batch(task.test)))
+        says = method.expert_log_probabilities(method.common_features(method.preprocess.batch(task.test)))
         right.append(float((says.argmax(dim=1) == torch.tensor(task.test.labels) + first).double().mean()))
         first += len(task.classes)
     return sum(right) / len(right)

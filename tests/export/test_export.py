@@ -125,7 +125,9 @@ def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, t
     learner.learn(place / "pets", held_out=0)
     method, given = learner.method, images(place, 8)
     assert isinstance(method, TPLPlus) and method.view_ is not None
-    assert not method.tasks_to_ask(method.expert_says(method.common_features(learner.prepare(given)))).all()
+    assert not method.tasks_to_query(
+        method.expert_log_probabilities(method.common_features(learner.prepare(given)))
+    ).all()
     export_onnx(learner, tmp_path / "plus.onnx")
     for batch in (1, 3, 8):
         assert_same(tmp_path / "plus.onnx", learner, given[:batch])

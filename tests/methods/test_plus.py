@@ -36,7 +36,7 @@ def pixels(method: TPLPlus, small_stream: Stream) -> torch.Tensor:
 
 def test_the_answer_is_the_product_of_bank_and_expert(method: TPLPlus, pixels: torch.Tensor) -> None:
     bank = TPL.log_probabilities_of(method, method.outputs(pixels))
-    expert = method.expert_says(method.common_features(pixels)).exp()
+    expert = method.expert_log_probabilities(method.common_features(pixels)).exp()
     product = bank.exp() * expert
     torch.testing.assert_close(method.log_probabilities(pixels).exp(), product / product.sum(dim=1, keepdim=True))
 
@@ -59,8 +59,8 @@ def test_asking_as_many_tasks_as_there_are_is_exact(method: TPLPlus, pixels: tor
 def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Tensor, passes: str) -> None:
     method.rescore(passes=passes)
     common = method.common_features(pixels)
-    says = method.expert_says(common)
-    asked = method.tasks_to_ask(says)
+    says = method.expert_log_probabilities(common)
+    asked = method.tasks_to_query(says)
     answer = method.log_probabilities(pixels)
     owner = task_of_class(method.task_classes_)
     dense = method.decide([Seen(method.outputs(pixels), common)]).log_p  # as if every task had been asked
@@ -90,7 +90,7 @@ def passes_of(method: TPLPlus, pixels: torch.Tensor) -> float:
 def test_no_task_asked_is_the_expert_alone(method: TPLPlus, pixels: torch.Tensor) -> None:
     method.rescore(passes="0")
     told = method.answer(pixels, {UNKNOWN})
-    torch.testing.assert_close(told.log_p, method.expert_says(method.common_features(pixels)))
+    torch.testing.assert_close(told.log_p, method.expert_log_probabilities(method.common_features(pixels)))
     assert told.scores is not None and bool(told.scores.isneginf().all())
     assert told.unknown is not None and told.unknown.tolist() == [0.0] * len(pixels)  # nobody was asked
     assert passes_of(method, pixels) == 0
@@ -119,7 +119,7 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     everyone = method.log_probabilities(pixels)
     method.rescore(passes="2")  # what the expert saw of the first task's model serves that task's answer
     torch.testing.assert_close(method.log_probabilities(pixels), everyone)
-    asked = method.tasks_to_ask(method.expert_says(common))
+    asked = method.tasks_to_query(method.expert_log_probabilities(common))
     assert bool(asked[:, 0].all())  # the expert has seen through it
     method.rescore(passes="1")
     assert 1 <= passes_of(method, pixels) <= 2
@@ -147,7 +147,7 @@ def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream,
     a, w = method.exponents
     common = method.common_features(pixels)
     bank = TPL.log_probabilities_of(method, method.outputs(pixels), common=common)
-    product = (a * bank + w * method.expert_says(common)).log_softmax(dim=1)
+    product = (a * bank + w * method.expert_log_probabilities(common)).log_softmax(dim=1)
     torch.testing.assert_close(method.log_probabilities(pixels), product)
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu").method

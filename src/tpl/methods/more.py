@@ -21,7 +21,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
 from tpl.methods.bank.distance import TaskCentres
-from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_group, head_with_others
+from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -95,8 +95,12 @@ class MORE(BankMethod):
                 epoch_of([data.shape[1]], data.shape[1], config.back_update_batch, generator).expand(-1, len(group), -1)
                 for _ in range(config.back_update_epochs)
             ]
-            rate, momentum = config.back_update_lr, config.back_update_momentum
-            fit_group(self.heads_, group, data, truth, torch.cat(epochs), rate, momentum)
+            start = joined([self.heads_[t] for t in group])
+            trained = fit_heads(
+                start, data, truth, torch.cat(epochs), config.back_update_lr, config.back_update_momentum
+            )
+            for t, head in zip(group, trained.apart(), strict=True):
+                self.heads_[t] = head
 
     def _within(self, outputs: list[Outputs]) -> list[Tensor]:
         """softmax(f / T) of every head over its classes and others; the columns of its own classes."""

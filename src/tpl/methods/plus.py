@@ -1,11 +1,11 @@
-"""TPL with a global expert: the bank's answer times that of ridge regression on random features.
+"""TPL with a global expert: the bank's prediction times that of ridge regression on random features.
 
     P(class | x) ~ P_bank(class | x)^a * P_global(class | x)^w
 
 The bank knows each task well and the others little; the global expert (RanPAC's classifier) knows all classes a little.
-What they get wrong differs, so their product is better than either. The expert sees the encoder's own features, and
-those under the first task's model, which are nearer to the images at hand and never change. It also says which tasks
-are worth asking at all (`passes`). a is 1 and w an option, unless images held out of training say better.
+They make different errors, so their product is better than either. The expert takes the encoder's own features, and
+those under the first task's model, which fit the images better and never change. It also selects the tasks whose models
+are queried (`passes`). a is 1 and w an option, unless both are fitted on images held out of training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALL, AUTO, NOBODY = "all", "auto", "0"
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
-NEVER = -1e4  # log-probability of a class whose task was not asked: below any other, and still a number
+NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PlusConfig(RidgeConfig, TPLConfig):
         if self.passes != ALL and self.calibration == "probability":
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
         if self.looks != "upright":
-            raise TplError(f"The expert of tpl-plus looks at an image once: looks={self.looks} is for tpl alone.")
+            raise TplError(f"tpl-plus has no test-time augmentation: looks={self.looks} is for tpl alone.")
 
 
 class Balance:
@@ -129,7 +129,7 @@ class TPLPlus(TPL):
     keeps = "what tpl and ranpac keep"
     cost = "as tpl, and one forward pass an image, once; a pass a task asked and answer, and one more"
     config_class = PlusConfig
-    from_scratch = False  # the expert stands on the encoder's own features
+    from_scratch = False  # the expert needs a pre-trained encoder
     config: PlusConfig
     rescorable = TPL.rescorable | {"weight", "balance", "passes", "covered"}
 
@@ -137,66 +137,68 @@ class TPLPlus(TPL):
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
         self.balance_ = Balance()
-        self.view_: TaskModel | None = None  # the first task's model, once the bank has let it go
+        self.view_: TaskModel | None = None  # the first task's model, once it is removed from the bank
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """As TPL; and the expert takes up the task."""
+        """Conclude TPL's task, and add it to the expert."""
         super().conclude(task, samples)
-        seen, numbers = self._levelled(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
+        seen, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
             self.expert = RandomRidge.drawn_for(seen, self.config, self.generator("projection"))
-        if len(self.memory):  # it has all classes: better to choose on than the new ones alone
+        if len(self.memory):  # it has all classes, and suits the choice of the ridge better than the new ones alone
             self.expert.learn_whole(
-                seen, numbers, self._levelled(self._of_memory()), self.memory.labels.to(self.compute.device)
+                seen, numbers, self._normalised(self._memory_features()), self.memory.labels.to(self.compute.device)
             )
         else:
             self.expert.learn(seen, numbers, self.generator("held out"))
 
     def hold_out(self, held: Samples) -> None:
-        """As TPL; and the held-out images tell how far bank and expert can be trusted."""
+        """Calibrate TPL, and fit the exponents of bank and expert."""
         super().hold_out(held)
-        self._weigh(held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common)
+        self._fit_exponents(
+            held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
+        )
 
-    def _weigh(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
-        """Take note of images that neither the bank nor the expert was trained on, and of their classes."""
+    def _fit_exponents(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
+        """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes."""
         if len(numbers) and len(self.classes_) > 1:
             common = self.common_features(pixels) if common is None else common
             bank = self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
-            self.balance_ = self.balance_.updated(bank, self.expert_says(common), numbers)
+            self.balance_ = self.balance_.updated(bank, self.expert_log_probabilities(common), numbers)
 
     @property
     def exponents(self) -> tuple[float, float]:
-        """a and w."""
+        """The exponents a and w."""
         fitted = self.config.balance == "fitted" and self.balance_.images > 0
         return self.balance_.exponents if fitted else (1.0, self.config.weight)
 
     def weighting(self) -> dict[str, Any]:
-        """The exponents, and the number of held-out images that they were fitted on; 0: they are the options' own."""
+        """The exponents, and the number of held-out images that they were fitted on; 0: they are options."""
         a, w = self.exponents
         fitted = self.balance_.images if self.config.balance == "fitted" else 0
         return {"bank": round(a, 4), "expert": round(w, 4), "fitted_on": fitted}
 
-    def _of_memory(self) -> Tensor:
-        """The `common_features` of the memory's images; what the first task's model says of them is there already."""
+    def _memory_features(self) -> Tensor:
+        """The `common_features` of the memory's images; those under the first task's model are stored already."""
         pixels = self.memory.pixels(self.preprocess, self.compute.device)
         if not self._through_first_task:
             return self.common_features(pixels)
         return torch.cat([self.encoder_features(pixels), self.memory_outputs_[0].features], dim=1)
 
-    # Answers
+    # Inference
 
     @property
     def models(self) -> list[TaskModel]:
-        """Those of the tasks; and the first one's, for the expert, if the bank has let it go."""
+        """The task models; and the first one, for the expert, if it is removed from the bank."""
         return [*self.bank.tasks, *([] if self.view_ is None else [self.view_])]
 
     @property
     def asks_encoder(self) -> bool:
-        """Always: the expert does."""
+        """Always True: the expert needs the encoder's own features."""
         return True
 
     def common_features(self, pixels: Tensor) -> Tensor:
-        """What the encoder itself sees, and the first task's model, if the expert is to know: no task changes it."""
+        """The expert's input, which no task changes: encoder features, and with `sees=first` the first task's."""
         plain = self.encoder_features(pixels)
         return plain if self.config.sees == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
 
@@ -208,7 +210,7 @@ class TPLPlus(TPL):
 
     @property
     def _through_first_task(self) -> bool:
-        """Whether what the expert sees is also what the first task of the bank sees."""
+        """Whether the expert's features include those of the bank's first task."""
         return self.config.sees == "first" and self.view_ is None
 
     def _first(self, pixels: Tensor) -> Tensor:
@@ -218,36 +220,36 @@ class TPLPlus(TPL):
         return self.adapted_features(pixels, self.view_.norms, *weights)
 
     def _first_task(self, common: Tensor) -> Outputs:
-        """The first task's answer, of what the expert has seen through its model."""
+        """The first task's outputs, from the expert's features under its model."""
         features = common[:, self.encoder.dim :]
         return Outputs(features, self.bank.logits(features, 0))
 
     def _outputs_beside(self, common: Tensor, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
-        """Every task's outputs; what is known, or was seen for the expert already, is not computed again."""
+        """Every task's outputs; what is `known`, or part of the expert's features, is not computed again."""
         if not known and self._through_first_task:
             known = [self._first_task(common)]
         return self.outputs(pixels, known)
 
-    def expert_says(self, common: Tensor) -> Tensor:
-        """log P_global(class | image) from the encoder's own features."""
+    def expert_log_probabilities(self, common: Tensor) -> Tensor:
+        """log P_global(class | image) from `common_features`."""
         assert self.expert is not None
-        return self.expert.log_probabilities(self._levelled(common))
+        return self.expert.log_probabilities(self._normalised(common))
 
-    def _levelled(self, common: Tensor) -> Tensor:
-        """Features of both kinds at one length, so that neither outweighs the other."""
+    def _normalised(self, common: Tensor) -> Tensor:
+        """Features of both kinds, each of length 1, so that neither outweighs the other."""
         return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: Seen | None = None) -> Seen:
-        """What the expert sees, then the outputs of the tasks that it finds worth asking about each image.
+        """The expert's features, then the outputs of the tasks that it selects for each image.
 
-        With KEEP every task is asked about every image: at a later stage other tasks may be worth asking. So is it for
-        unknown scores of a model from before `held_common` was kept.
+        With KEEP every task is queried with every image: at a later stage the expert may select other tasks. The same
+        holds for unknown scores of a model of an early version, which did not store `held_common`.
         """
         common = self._common(pixels, before)
         assert common is not None
-        if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_who_is_asked):
+        if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
             return Seen(self._outputs_beside(common, pixels, self._still_true(before)), common, by=self)
-        asked = self.tasks_to_ask(self.expert_says(common))
+        asked = self.tasks_to_query(self.expert_log_probabilities(common))
         rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
         outputs: list[Outputs] = []
         if self._through_first_task and self.bank.tasks:
@@ -256,29 +258,29 @@ class TPLPlus(TPL):
         return Seen(outputs + self.query(pixels, queries), common, asked, by=self)
 
     def decide(self, seen: Sequence[Seen], want: Collection[str] = (), scores: Tensor | None = None) -> Answers:
-        """The bank's answer times the expert's; tasks that are not worth asking about an image have no say in it."""
+        """The bank's prediction times the expert's; tasks that are not selected for an image do not count."""
         all_ = Seen.joined(seen)
         assert all_.common is not None
-        says = self.expert_says(all_.common)
-        asked = self.tasks_to_ask(says) if all_.asked is None else all_.asked
+        says = self.expert_log_probabilities(all_.common)
+        asked = self.tasks_to_query(says) if all_.asked is None else all_.asked
         scores = _dense(all_, self._scores_of(all_)) if scores is None else scores
         log_p = self._fused(all_, asked, scores, says)
         unknown = None
         if UNKNOWN in want:
             known = _dense(all_, [self.in_distribution_score(t, each) for t, each in enumerate(all_.outputs)])
-            known = known.masked_fill(~asked, -torch.inf) if self._knows_who_is_asked else known
+            known = known.masked_fill(~asked, -torch.inf) if self._knows_queried_tasks else known
             unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
         return Answers(log_p, scores, unknown, asked.sum(dim=1))
 
     def _scores_of(self, seen: Seen) -> list[Tensor]:
-        """Every task's scores of the images it was asked about."""
+        """Every task's scores of the images it was queried with."""
         contrast = self.contrast(seen.common)
         if seen.asked is None or contrast is None:
             return [self.score_of(t, each, contrast) for t, each in enumerate(seen.outputs)]
         return [self.score_of(t, each, contrast[seen.asked[:, t]]) for t, each in enumerate(seen.outputs)]
 
     def _fused(self, seen: Seen, asked: Tensor, scores: Tensor, says: Tensor) -> Tensor:
-        """log P(class | image) of bank and expert; classes of tasks that were not asked cannot win."""
+        """log P(class | image) of bank and expert; classes of tasks that were not queried cannot win."""
         a, w = self.exponents
         if self.config.passes == NOBODY:
             return says
@@ -295,10 +297,10 @@ class TPLPlus(TPL):
         bank = a * (within + self.task_log_probabilities(scores.masked_fill(~asked, -torch.inf))[:, owner])
         return (bank.masked_fill(~asked[:, owner], NEVER) + w * says).log_softmax(dim=1)
 
-    def tasks_to_ask(self, says: Tensor) -> Tensor:
-        """Which tasks are asked about each image, `[n, tasks]`, given the expert's log-probabilities of classes.
+    def tasks_to_query(self, says: Tensor) -> Tensor:
+        """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
-        What the expert sees through the first task's model is that task's answer as well: it is always asked then.
+        The first task is always included where its features are part of the expert's.
         """
         owner = task_of_class(self.task_classes_).to(says.device)
         count = len(self.task_classes_)
@@ -315,45 +317,45 @@ class TPLPlus(TPL):
         asked[:, 0] |= self._through_first_task
         return asked
 
-    # Unknown images are told by the tasks that are asked
+    # Unknown images are detected by the tasks that are queried
 
     def held_common(self, pixels: Tensor) -> Tensor:
-        """What the expert sees of held-out images: it says which tasks would be asked about them, now and later."""
+        """The expert's features of held-out images: they decide which tasks are queried with them, now and later."""
         return self.common_features(pixels)
 
     @property
-    def _knows_who_is_asked(self) -> bool:
-        """Whether it can be told of all held-out images; models of early versions did not keep what that takes."""
+    def _knows_queried_tasks(self) -> bool:
+        """Whether this is known of all held-out images; early versions did not store their `held_common`."""
         return self.config.passes == ALL or all(h.common is not None for h in self.held_ if len(h.labels))
 
     def held_out_scores(self, task: int) -> Tensor:
-        """Sorted, with -inf for images about which their own task would not be asked.
+        """Sorted in-distribution scores, with -inf for images that their own task would not be queried with.
 
-        Held-out images so meet the same rule as new ones, and the share of known images that a threshold rejects stays
-        what it is when every task is asked.
+        Held-out images are so treated like new ones, and a threshold rejects the same share of known images as when
+        every task is queried.
         """
         held = self.held_[task]
         known = self.in_distribution_score(task, Outputs(held.features, self.bank.logits(held.features, task)))
-        if self.config.passes != ALL and self._knows_who_is_asked and held.common is not None:
-            asked = self.tasks_to_ask(self.expert_says(held.common))[:, task]
+        if self.config.passes != ALL and self._knows_queried_tasks and held.common is not None:
+            asked = self.tasks_to_query(self.expert_log_probabilities(held.common))[:, task]
             known = known.masked_fill(~asked, -torch.inf)
         return known.sort().values
 
     # Changes and storage
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """As TPL; and more images add to the expert's sums."""
+        """Update TPL, and add the images to the expert's sums."""
         super().update_classes(task, samples, held)
         assert self.expert is not None
-        self.expert.update(self._levelled(self.common_features(samples.pixels)), self.numbers_of(task, samples))
-        self._weigh(held.pixels, self.numbers_of(task, held))
-        self._held_scores = None  # the expert has moved
+        self.expert.update(self._normalised(self.common_features(samples.pixels)), self.numbers_of(task, samples))
+        self._fit_exponents(held.pixels, self.numbers_of(task, held))
+        self._held_scores = None  # the expert has changed
 
     def remove_class(self, task: int, own: int, number: int) -> None:
-        """As TPL; and the expert drops the class's sum."""
+        """Remove the class from TPL and from the expert."""
         assert self.expert is not None
         if self._through_first_task and task == 0 and self.bank.tasks[0].own == 1:
-            self.view_ = self.bank.tasks[0]  # the expert goes on seeing through it: its units stay as they are
+            self.view_ = self.bank.tasks[0]  # the expert still needs it: its units stay protected
         self.expert.forget(number)
         super().remove_class(task, own, number)
 
@@ -367,7 +369,7 @@ class TPLPlus(TPL):
         return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Scores, calibration and expert back."""
+        """Restore scores, calibration and expert."""
         super().load_own_state(shared, tasks)
         found = under_prefix(EXPERT, shared)
         self.expert = RandomRidge.from_state(found, self.config) if found else None
@@ -377,7 +379,7 @@ class TPLPlus(TPL):
 
 
 def _dense(seen: Seen, columns: Sequence[Tensor]) -> Tensor:
-    """A value of every task for every image, `[n, tasks]`; -inf where the task was not asked."""
+    """A value of every task for every image, `[n, tasks]`; -inf where the task was not queried."""
     if seen.asked is None:
         return torch.stack(list(columns), dim=1)
     dense = torch.full_like(seen.asked, -torch.inf, dtype=torch.float64)

@@ -21,7 +21,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
 from tpl.methods.bank.distance import TaskCentres
-from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_group, fit_heads, head_with_others
+from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -108,8 +108,12 @@ class ROW(BankMethod):
                 for _ in range(config.task_head_epochs)
             ]
             if rows:
-                features_, labels_ = torch.stack(data), torch.stack(truth)
-                fit_group(self.task_heads_, group, features_, labels_, torch.cat(rows), config.lr, config.momentum)
+                start = joined([self.task_heads_[t] for t in group])
+                trained = fit_heads(
+                    start, torch.stack(data), torch.stack(truth), torch.cat(rows), config.lr, config.momentum
+                )
+                for t, head in zip(group, trained.apart(), strict=True):
+                    self.task_heads_[t] = head
 
     def _as_many_as_stored(self, samples: Samples, generator: torch.Generator) -> Tensor:
         """Random rows of the new task: of each class at most as many as the memory has of an old one."""

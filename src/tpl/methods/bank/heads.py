@@ -61,15 +61,6 @@ def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: 
     return Heads(weight, bias)
 
 
-def fit_group(
-    heads: list[Heads], group: list[int], features: Tensor, labels: Tensor, rows: Tensor, lr: float, momentum: float
-) -> None:
-    """`fit_heads` for some heads of a list, which are replaced by the trained ones."""
-    trained = fit_heads(joined([heads[t] for t in group]), features, labels, rows, lr, momentum)
-    for t, head in zip(group, trained.apart(), strict=True):
-        heads[t] = head
-
-
 def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Generator) -> Tensor:
     """Row numbers of one epoch: `length` of each of several sets, shuffled and repeated, `[steps, sets, batch]`.
 
