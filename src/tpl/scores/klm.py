@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpl.scores.base import Score
-from tpl.scores.mahalanobis import class_means
+from tpl.scores.statistics import class_means
 
 SMALLEST = 1e-12  # a smaller probability counts as this one
 
