@@ -5,8 +5,7 @@ method.py      the base class of the family: memory, held-out images, answers, s
 training.py    training jobs, one or several side by side
 protect.py     HAT and SupSup: how tasks share adapters and leave each other in peace
 techniques/    training-time techniques of OOD detection
-heads.py       training heads on features that stand still
-distance.py    distances to every task's classes
+heads.py       on features that stand still: distances to every task's classes, and training heads
 imageless.py   what stands in for stored images where none may be kept
 """
 
