@@ -20,8 +20,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
-from tpl.methods.bank.distance import TaskCentres
-from tpl.methods.bank.heads import Heads, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, TaskCentres, alike, epoch_of, fit_heads, head_with_others, joined
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix

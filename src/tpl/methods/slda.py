@@ -27,11 +27,9 @@ from tpl.engine import Compute, Listener, Samples
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
-from tpl.scores.mahalanobis import class_means
+from tpl.scores.statistics import ClassStatistics
 from tpl.store import State
 from tpl.stream import Task
-
-PARTS = ("counts", "seen", "means", "scatter")  # of an analysis, as they are stored
 
 
 @dataclass(frozen=True)
@@ -49,41 +47,14 @@ class SLDAConfig(Config):
 
 
 class Discriminant:
-    """Class means and the pooled scatter around them, exact in any order, and the classifier they give."""
+    """The linear classifier that class means and the pooled scatter give."""
 
-    def __init__(self, dim: int, shrinkage: float, device: torch.device) -> None:
-        self.shrinkage = shrinkage
-        nothing = torch.zeros(dim, dim, dtype=torch.float64, device=device)
-        self.scatter, self.means, self.counts = nothing, nothing[:0], nothing[:0, 0]
-        self.seen = nothing.sum()  # samples behind the scatter, those of classes since removed included
-        self.weights, self.offsets = self.means, self.counts
-
-    def add(self, z: Tensor, y: Tensor) -> None:
-        """Take up samples; labels may name classes not seen before."""
-        z, classes = z.double(), max(int(y.max()) + 1, len(self.counts))
-        missing = classes - len(self.counts)
-        old_counts, old_means = F.pad(self.counts, (0, missing)), F.pad(self.means, (0, 0, 0, missing))
-        counts, means = class_means(z, y, classes)
-        self.counts, deviations, apart = old_counts + counts, z - means[y], means - old_means
-        # A class with no sample on one side has weight 0 here: its mean there does not matter.
-        weight = old_counts * counts / self.counts.clamp_min(1)
-        self.means = old_means + apart * (counts / self.counts.clamp_min(1)).unsqueeze(1)
-        self.scatter = self.scatter + deviations.T @ deviations + (apart.T * weight) @ apart
-        self.seen = self.seen + len(y)
-        self.solve()
-
-    def forget(self, c: int) -> None:
-        """Drop a class; what it said about the spread of features stays."""
-        kept = torch.arange(len(self.counts), device=self.counts.device) != c
-        self.counts, self.means = self.counts[kept], self.means[kept]
-        self.solve()
-
-    def solve(self) -> None:
-        """The linear classifier of all that was taken up."""
-        identity = torch.eye(len(self.scatter)).to(self.scatter)
-        covariance = (1 - self.shrinkage) * self.scatter / self.seen.clamp_min(1) + self.shrinkage * identity
-        self.weights = torch.linalg.solve(covariance, self.means.T).T
-        self.offsets = -0.5 * (self.weights * self.means).sum(dim=1)
+    def __init__(self, statistics: ClassStatistics, shrinkage: float) -> None:
+        self.statistics, self.shrinkage = statistics, shrinkage
+        identity = torch.eye(len(statistics.scatter)).to(statistics.scatter)
+        covariance = (1 - shrinkage) * statistics.scatter / statistics.seen.clamp_min(1) + shrinkage * identity
+        self.weights = torch.linalg.solve(covariance, statistics.means.T).T
+        self.offsets = -0.5 * (self.weights * statistics.means).sum(dim=1)
 
     def logits(self, z: Tensor) -> Tensor:
         """Scores of `[n, dim]` features over all classes, float64."""
@@ -104,35 +75,41 @@ class SLDA(Method):
 
     def __init__(self, encoder: Encoder, config: SLDAConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
-        self.analysis = self.new_analysis()
+        self.statistics = ClassStatistics.empty(encoder.dim, compute.device)
 
-    def new_analysis(self) -> Discriminant:
-        """An analysis of nothing yet."""
-        return Discriminant(self.encoder.dim, self.config.shrinkage, self.compute.device)
+    @property
+    def statistics(self) -> ClassStatistics:
+        """All that was learned."""
+        return self.analysis.statistics
+
+    @statistics.setter
+    def statistics(self, statistics: ClassStatistics) -> None:
+        self.analysis = Discriminant(statistics, self.config.shrinkage)
 
     def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
         """Take up the task's features."""
-        self.analysis.add(self.encoder_features(samples.pixels), samples.labels + len(self.classes_))
+        self._add(samples, samples.labels + len(self.classes_))
+
+    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
+        """More images of known classes join as if they had always been there."""
+        self._add(samples, self.numbers_of(task, samples))
+
+    def _add(self, samples: Samples, labels: Tensor) -> None:
+        self.statistics = self.statistics.add(self.encoder_features(samples.pixels), labels)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """What Gaussians with the classes' means and the common covariance say of each image."""
         return self.analysis.logits(self.encoder_features(pixels)).log_softmax(dim=1)
 
-    def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """More images of known classes join as if they had always been there."""
-        self.analysis.add(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
-
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's mean."""
-        self.analysis.forget(number)
+        self.statistics = self.statistics.without(number)
 
     def state(self) -> State:
         """Counts, means and scatter."""
-        return State({name: getattr(self.analysis, name) for name in PARTS}, [{} for _ in self.task_classes_])
+        return State(self.statistics._asdict(), [{} for _ in self.task_classes_])
 
     def load_state(self, state: State) -> None:
         """Take up what `state` gave."""
-        self.analysis = self.new_analysis()
-        for name in PARTS:
-            setattr(self.analysis, name, state.shared[name].to(self.compute.device))
-        self.analysis.solve()
+        parts = {name: state.shared[name].to(self.compute.device) for name in ClassStatistics._fields}
+        self.statistics = ClassStatistics(**parts)

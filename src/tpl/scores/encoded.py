@@ -12,7 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tpl.scores.mahalanobis import Mahalanobis, class_means, unpacked
+from tpl.scores.mahalanobis import Mahalanobis
+from tpl.scores.statistics import ClassStatistics
 
 KEPT = ("means_", "counts_", "pooled_", "scatter_")
 
@@ -27,17 +28,12 @@ class EncoderSpace(Mahalanobis):
         """Take up classes that are new; `y` counts from 0 among them."""
         if not self.known:
             return self.fit_features(z, z, y)
-        z = z.double()
-        counts, means = class_means(z, y, int(y.max()) + 1)
-        deviations = z - means[y]
-        self.means_, self.counts_ = torch.cat([self.means_, means]), torch.cat([self.counts_, counts])
-        self.pooled_ = self.pooled_ + len(z)
-        return self._whiten(unpacked(self.scatter_, z.shape[1]) + deviations.T @ deviations)
+        return self.merge(z, y + len(self.means_))
 
     def forget(self, c: int) -> Self:
         """Drop the centre of one class; its part of the scatter belongs to no single one and stays."""
         super().forget(c)
-        return self._whiten(unpacked(self.scatter_, self.means_.shape[1]))
+        return self._take(self.statistics)
 
     @property
     def known(self) -> bool:
@@ -58,9 +54,9 @@ class EncoderSpace(Mahalanobis):
         others = torch.where(nearest == best.unsqueeze(1), second.unsqueeze(1), best.unsqueeze(1))
         return (others - nearest) / z.shape[1]
 
-    def _whiten(self, scatter: Tensor) -> Self:
-        self.means_ = self.means_.float().double()
-        return super()._whiten(scatter.float().double())
+    def _take(self, statistics: ClassStatistics) -> Self:
+        means, scatter = (part.float().double() for part in (statistics.means, statistics.scatter))
+        return super()._take(statistics._replace(means=means, scatter=scatter))
 
     def state(self) -> dict[str, Tensor]:
         """The sums; the whitening follows from them."""
@@ -71,4 +67,4 @@ class EncoderSpace(Mahalanobis):
         if not state:
             return self
         super().load_state({name: state[name].double() for name in KEPT})
-        return self._whiten(unpacked(self.scatter_, self.means_.shape[1]))
+        return self._take(self.statistics)

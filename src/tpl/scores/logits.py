@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.scores.base import Score
-from tpl.scores.mahalanobis import class_means
+from tpl.scores.statistics import class_means
 
 SMALLEST_P = 1e-12  # a smaller probability counts as this one, in KL matching
 FAR = 1000  # location of the Weibull, in spreads of the tail below its smallest distance

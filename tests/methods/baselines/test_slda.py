@@ -14,6 +14,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.slda import SLDA, Discriminant
+from tpl.scores.statistics import ClassStatistics
 from tpl.stream import Stream
 
 CPU = torch.device("cpu")
@@ -36,8 +37,11 @@ def problem(dim: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(len(y), dim, generator=g) @ torch.randn(dim, dim, generator=g) + centres[y] + 10, y
 
 
-def analysis(dim: int = 7) -> Discriminant:
-    return Discriminant(dim, SHRINKAGE, CPU)
+def analysis(*parts: tuple[torch.Tensor, torch.Tensor]) -> Discriminant:
+    statistics = ClassStatistics.empty(parts[0][0].shape[1], CPU)
+    for part in parts:
+        statistics = statistics.add(*part)
+    return Discriminant(statistics, SHRINKAGE)
 
 
 def reference(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -49,25 +53,20 @@ def reference(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def test_it_equals_an_analysis_of_all_data_at_once_task_by_task() -> None:
     z, y = problem()
-    ours = analysis()
-    for task in (y < 2, (y == 2) | (y == 3), y == 4):
-        ours.add(z[task], y[task])
+    ours = analysis(*((z[task], y[task]) for task in (y < 2, (y == 2) | (y == 3), y == 4)))
     torch.testing.assert_close(ours.logits(z), reference(z, y), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("size", [1, 13])
 def test_it_equals_an_analysis_of_all_data_at_once_in_any_order(size: int) -> None:
     z, y = problem()
-    ours = analysis()
-    for rows in torch.randperm(len(z), generator=torch.Generator().manual_seed(1)).split(size):
-        ours.add(z[rows], y[rows])
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(1))
+    ours = analysis(*((z[rows], y[rows]) for rows in order.split(size)))
     torch.testing.assert_close(ours.logits(z), reference(z, y), rtol=1e-8, atol=1e-8)
 
 
 def test_one_image_a_class_is_the_nearest_mean() -> None:
-    ours = analysis(dim=3)
-    z = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0]])
-    ours.add(z, torch.tensor([0, 1]))
+    ours = analysis((torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0]]), torch.tensor([0, 1])))
     x = torch.tensor([[0.9, 5.0, 0.0], [1.1, -5.0, 0.0]])
     assert ours.logits(x).argmax(dim=1).tolist() == [0, 1]
 
@@ -98,10 +97,10 @@ def test_more_images_of_known_classes_join_and_a_class_can_go(small_stream: Stre
     )
     parts.learn(images[::2], names[::2], held_out=0).update(images[1::2], names[1::2], held_out=0)
     for name in ("counts", "means", "scatter"):
-        one, two = getattr(whole.method.analysis, name), getattr(parts.method.analysis, name)
+        one, two = getattr(whole.method.statistics, name), getattr(parts.method.statistics, name)
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-4)
     parts.learn(small_stream[1]).remove(first.classes[0])
-    assert parts.method.analysis.means.shape == (3, parts.method.encoder.dim)
+    assert parts.method.statistics.means.shape == (3, parts.method.encoder.dim)
     assert parts.predict(first.train)[-1] == first.classes[1]
 
 

@@ -5,8 +5,7 @@ method.py      the base class of the family: memory, held-out images, answers, s
 training.py    training jobs, one or several at once
 protect.py     HAT and SupSup: how tasks share adapters without interfering
 techniques.py  training-time techniques of OOD detection
-heads.py       training heads on frozen features
-distance.py    distances to every task's classes
+heads.py       on frozen features: distances to every task's classes, and training heads
 imageless.py   statistics in place of stored images
 """
 

@@ -1,7 +1,8 @@
-"""Training heads on frozen features: many at once, each a plain softmax classifier.
+"""What MORE and ROW compute on frozen features: distances to every task's classes, and heads trained afterwards.
 
-Every head has features of its own task. Heads are a first axis, so that one matrix product serves them all: training
-them one after the other would spend its time on launching kernels.
+Heads are trained many at once, each a plain softmax classifier. Every head has features of its own task. Heads are a
+first axis, so that one matrix product serves them all: training them one after the other would spend its time on
+launching kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpl.methods.bank.bank import TaskModel
+from tpl.methods.bank.bank import Outputs, TaskModel
+from tpl.scores import Mahalanobis
+from tpl.store import under_prefix
+
+
+class TaskCentres:
+    """The means of every task's classes, and a covariance a task to measure distances to them by."""
+
+    def __init__(self, shrinkage: str | float = "auto") -> None:
+        self.shrinkage = shrinkage  # of the covariance
+        self.tasks: list[Mahalanobis] = []
+
+    def __getitem__(self, task: int) -> Mahalanobis:
+        return self.tasks[task]
+
+    def add(self, outputs: Outputs, labels: Tensor) -> None:
+        """Keep means and covariance of one more task, given what its model says of its training images."""
+        self.tasks.append(Mahalanobis(self.shrinkage).fit_features(*outputs, labels))
+
+    def closeness(self, outputs: list[Outputs]) -> Tensor:
+        """max_c 1 / d_M(z_j, mu_c) of every task j, `[n, tasks]`."""
+        squares = [centre.score_features(*seen) for centre, seen in zip(self.tasks, outputs, strict=True)]
+        return torch.stack(squares, dim=1).sqrt()
+
+    def state(self, task: int) -> dict[str, Tensor]:
+        """One task's statistics, for storage."""
+        return {"score." + k: v for k, v in self.tasks[task].state().items()}
+
+    def load_state(self, tasks: list[dict[str, Tensor]]) -> None:
+        """Take up the statistics of all tasks."""
+        self.tasks = [Mahalanobis(self.shrinkage).load_state(under_prefix("score.", own)) for own in tasks]
 
 
 class Heads(NamedTuple):
