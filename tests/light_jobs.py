@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tpl.bench.engines import base
 from tpl.bench.engines.base import Emit, Job
 from tpl.bench.engines.local import LocalEngine
 from tpl.errors import TplError
@@ -68,6 +69,20 @@ def carry_out(job: Job, emit: Emit) -> None:
             time.sleep(600)  # until it is ended
         case "wait":
             time.sleep(600)  # until it is ended
+
+
+def stop_after_stage(victim: str, flag: Path, job: Job, emit: Emit) -> None:
+    """The real work; but the first process that has finished a task of the victim stops there, to be killed."""
+
+    def emit_and_stop(kind: str, data: dict[str, Any]) -> None:
+        stop = kind == "stage" and job.name == victim and not flag.exists()
+        if stop:
+            flag.touch()  # before the event: whoever gets it may kill this process at once
+        emit(kind, data)
+        if stop:
+            time.sleep(600)
+
+    base.carry_out(job, emit_and_stop)
 
 
 class LightEngine(LocalEngine):

@@ -37,8 +37,7 @@ def two_nodes() -> Iterator[Any]:
         "RAY_TMPDIR": place,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "500",
+        "RAY_health_check_period_ms": "500",  # a busy machine may answer late: the usual timeout stays
         "PYTHONPATH": os.pathsep.join(paths),  # workers import what tests import
         "PYTHONWARNINGS": "ignore",
     }

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,17 @@ class Killed:
         self.out, self.victim, self.done = out, self.run.states[0], self.run.states[-1]
         execute(self.run.specs[-1], self.done.directory)
         self.pids: dict[str, int] = {}
-        self.told: list[JobEvent] = []
+        self.events: list[JobEvent] = []
         self.seen: dict[str, str] = {}
         with self.run.open():
             engine = create_engine("ray", "cpu", None)
             engine.in_place = False  # type: ignore[attr-defined]
+            flag = out.with_name("stopped")
+            engine.carry_out = partial(light_jobs.stop_after_stage, self.victim.directory.name, flag)  # type: ignore[attr-defined]
             self.run.carry_out(engine, self._watch)
 
     def _watch(self, state: RunState, event: JobEvent) -> None:
-        self.told.append(event)
+        self.events.append(event)
         if event.kind == "started":
             self.pids[event.job] = event.data["pid"]
         if state is self.victim and state.attempt == 1 and event.kind == "stage":
@@ -126,7 +129,7 @@ def test_all_complete_with_the_numbers_of_runs_alone(killed: Killed, tmp_path: P
 
 def test_a_killed_worker_goes_on_and_nothing_is_done_twice(killed: Killed) -> None:
     life = {state.directory.name: [] for state in killed.run.states}
-    for event in killed.told:
+    for event in killed.events:
         if event.kind in ("started", "retried", "finished"):
             life[event.job].append(event.kind)
     assert life.pop(killed.victim.directory.name) == ["started", "retried", "started", "finished"]
@@ -135,14 +138,14 @@ def test_a_killed_worker_goes_on_and_nothing_is_done_twice(killed: Killed) -> No
     events = [json.loads(line) for line in (killed.victim.directory / "events.jsonl").read_text().splitlines()]
     assert [e["learned"] for e in events if e["kind"] == "run"] == [0, 1]
     assert [e["stage"] for e in events if e["kind"] == "stage"] == [0, 1]
-    again = [e for e in killed.told if e.kind == "retried"]
+    again = [e for e in killed.events if e.kind == "retried"]
     assert len(again) == 1 and "died" in again[0].data["error"]
 
 
 def test_directories_come_back_whole_and_tell_of_themselves_meanwhile(killed: Killed) -> None:
     assert killed.seen[killed.victim.directory.name] == "running"
     assert killed.seen[killed.done.directory.name] == "finished"
-    assert {event.data["away"] for event in killed.told if event.kind == "started"} == {True}
+    assert {event.data["away"] for event in killed.events if event.kind == "started"} == {True}
     for state in killed.run.states:
         assert not list(state.directory.rglob("*.partial")) and (state.directory / "model" / "model.json").is_file()
         commits = [folder.name for folder in (state.directory / "model" / "tasks").iterdir()]
@@ -198,9 +201,9 @@ def test_runs_share_a_gpu(cluster: Any, tmp_path: Path) -> None:
     sharing = engine(device="auto", gpu_share=0.5)
     assert sharing.slots(3) == 2  # of one GPU; the node without is left alone
     with closing(sharing.run(jobs)) as events:
-        told = [next(events) for _ in range(4)]
-        assert {event.job for event in told} == {"a", "b"}
-        pids = {event.data["pid"] for event in told if event.kind == "started"}
+        first = [next(events) for _ in range(4)]
+        assert {event.job for event in first} == {"a", "b"}
+        pids = {event.data["pid"] for event in first if event.kind == "started"}
         gpus = [a["CUDA_VISIBLE_DEVICES"] for name in "ab" for a in attempts(tmp_path / name)]
     assert gpus == ["0", "0"]
     assert len(pids) == 2
@@ -240,11 +243,11 @@ except KeyboardInterrupt:
     command = [sys.executable, "-c", program, cluster.address, job.to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as suite:
         assert suite.stdout is not None
-        told = [suite.stdout.readline().split() for _ in range(3)]
-        assert [line[0] for line in told] == ["started", "retried", "started"], told
+        lines = [suite.stdout.readline().split() for _ in range(3)]
+        assert [line[0] for line in lines] == ["started", "retried", "started"], lines
         suite.send_signal(signal.SIGINT)
         assert suite.stdout.read().split() == ["interrupted", "False"]
-    wait_for_end(int(told[2][1]))
+    wait_for_end(int(lines[2][1]))
 
 
 # Bulk prediction
@@ -351,16 +354,16 @@ def test_answers_of_another_job_are_not_gone_on_with(model: Path, tmp_path: Path
 def test_a_lost_machine_loses_no_run(cluster: Any, tmp_path: Path) -> None:
     jobs = jobs_in(tmp_path, {"a": ["wait", "finish"], "b": ["wait", "finish"]})
     pids: dict[str, int] = {}
-    told: dict[str, list[str]] = {"a": [], "b": []}
+    kinds: dict[str, list[str]] = {"a": [], "b": []}
     with closing(engine().run(jobs)) as events:
         for event in events:
-            told[event.job].append(event.kind)
+            kinds[event.job].append(event.kind)
             if event.kind == "started":
                 pids[event.job] = event.data["pid"]
-            if told == {"a": ["started", "run"], "b": ["started", "run"]}:  # one on each
+            if kinds == {"a": ["started", "run"], "b": ["started", "run"]}:  # one on each
                 cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-            if event.kind == "retried" and "retried" not in told["a" if event.job == "b" else "b"]:
+            if event.kind == "retried" and "retried" not in kinds["a" if event.job == "b" else "b"]:
                 os.kill(pids["a" if event.job == "b" else "b"], signal.SIGKILL)
     life = ["started", "run", "retried", "started", "run", "finished"]
-    assert told == {"a": life, "b": life}
+    assert kinds == {"a": life, "b": life}
     assert [len(attempts(tmp_path / name)) for name in "ab"] == [2, 2]

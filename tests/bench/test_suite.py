@@ -13,13 +13,14 @@ import time
 import tomllib
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from light_jobs import LightEngine, attempts, write_script
+from light_jobs import LightEngine, attempts, stop_after_stage, write_script
 from pictures import photos
 from tpl import TplError
 from tpl.bench.engines import Job, JobEvent, create_engine, local
@@ -289,7 +290,9 @@ class Killed:
         self.told: list[JobEvent] = []
         self.seen: list[dict[str, str]] = []
         with self.run.open():
-            self.run.carry_out(LocalEngine("cpu", 1), self._watch)
+            engine = LocalEngine("cpu", 1)
+            engine.carry_out = partial(stop_after_stage, self.victim.directory.name, out.with_name("stopped"))
+            self.run.carry_out(engine, self._watch)
 
     def _interrupt(self, event: Event) -> None:
         if event.kind == "stage":

@@ -112,6 +112,8 @@ class RayEngine(Engine):
                 while tasks.waiting or tasks.running:
                     yield from tasks.submit()
                     yield from tasks.receive()
+            except self.ray.exceptions.RayActorError:
+                raise TplError("The queue between the runs and the suite was lost; the same command goes on.") from None
             finally:
                 with without_interrupts():  # an impatient second Ctrl-C leaves nobody behind
                     tasks.close()
@@ -234,11 +236,10 @@ class _Tasks:
 
     def _arrive(self, task: _Task, attempt: str, data: dict[str, Any]) -> Iterator[JobEvent]:
         """An attempt begins."""
-        died = f"its process on {task.machine} died: it may have been killed, or run out of memory"
         if task.attempts == ATTEMPTS:  # Ray repeats without end what it stopped itself, to save memory
-            raise TplError(died)
+            raise TplError(_died(task.machine))
         if task.attempt:
-            yield _retried(task, died)
+            yield _retried(task, _died(task.machine))
         task.attempt, task.attempts = attempt, task.attempts + 1
         task.machine, task.node = data["machine"], data["node"]
         reply = data["reply"]
@@ -283,24 +284,26 @@ def _retried(task: _Task, error: str) -> JobEvent:
     return JobEvent(task.job.name, RETRIED, {"error": error})
 
 
+def _died(machine: str) -> str:
+    return f"its process on {machine or 'a machine'} died: it may have been killed, or run out of memory"
+
+
 def _reason(error: Exception, machine: str) -> str:
     """Why a task failed, in a line; Ray's own texts are pages."""
-    where = f" on {machine}" if machine else ""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, TplError | MayPassError):
         return str(cause)
     match type(error).__name__:
         case "WorkerCrashedError":
-            return f"its process{where} died: it may have been killed, or run out of memory"
+            return _died(machine)
         case "OutOfMemoryError":
-            return f"Ray ended its process{where}: the machine ran out of memory. Give each run a larger share"
+            return f"Ray ended its process on {machine}: the machine ran out of memory. Give each run a larger share"
         case "NodeDiedError" | "ObjectLostError" | "OwnerDiedError" | "ObjectFetchTimedOutError":
-            return f"its machine{f' {machine}' if machine else ''} was lost"
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    text = lines[-1] if lines else type(cause).__name__
+            return f"its machine {machine} was lost"
+    text = (str(cause).strip().splitlines() or [""])[-1].strip()
     if "No module named 'tpl" in str(error):
         return f"a machine of the cluster has no tpl: install the same version on all of them ({text})"
-    return f"{type(cause).__name__}{where}: {text}"
+    return f"{type(cause).__name__} on {machine or 'a machine'}: {text}"
 
 
 def _queue_on(node: str, size: int) -> Any:
@@ -428,7 +431,7 @@ def _directory(job: Job, link: _Link, reply: Any) -> Iterator[Path]:
     shutil.rmtree(place.parent, ignore_errors=True)
     try:
         unpack(Payload(link.call(reply.get)), place)
-        link.call(reply.shutdown)
+        link.call(reply.shutdown, True)
         yield place
     finally:
         shutil.rmtree(place.parent, ignore_errors=True)
