@@ -28,7 +28,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from tpl.engine import Samples, silent
+from tpl.engine import Samples, no_callback
 from tpl.errors import TplError
 from tpl.methods.bank import ENOUGH_TO_HOLD_OUT
 from tpl.methods.vectors import VectorConfig, VectorTPL
@@ -268,7 +268,7 @@ def _split(model: VectorTPL, samples: VectorSet, purpose: str, number: int) -> t
         if share and len(rows) >= ENOUGH_TO_HOLD_OUT:
             chosen = torch.randperm(len(rows), generator=generator)[: max(1, round(share * len(rows)))]
             held[rows[chosen.numpy()]] = True
-    return samples.select(~held), model.samples_of(samples.select(held), silent)
+    return samples.select(~held), model.samples_of(samples.select(held), no_callback)
 
 
 def _positions(classes: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.int64]:

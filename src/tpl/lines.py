@@ -126,7 +126,7 @@ class _Phase:
 
 
 class ProgressLines:
-    """A listener that writes lines where a bar cannot be drawn: when a task begins or ends, and at times in between.
+    """A callback that writes lines where a bar cannot be drawn: when a task begins or ends, and at times in between.
 
     Every line is flushed at once. A log that can no longer be written does not end the work. `left` estimates the
     seconds that the whole command still takes; by default from the events.

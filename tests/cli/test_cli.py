@@ -25,7 +25,7 @@ from tpl.bench import demo
 from tpl.bench.ablate import VARIANTS
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
-from tpl.engine import Event, Listener
+from tpl.engine import Callback, Event
 from tpl.methods import load_methods
 from tpl.scores import DETECTORS
 
@@ -182,9 +182,9 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def execute(specs: list[RunSpec], places: list[Path], resume: bool, listen: Listener, _: object) -> None:
+    def execute(specs: list[RunSpec], places: list[Path], resume: bool, callback: Callback, _: object) -> None:
         for _spec in specs:
-            listen(Event("run", {"images": [1], "learned": 0, "method": "one of them"}))
+            callback(Event("run", {"images": [1], "learned": 0, "method": "one of them"}))
         raise TplError("no more is run")
 
     monkeypatch.setattr("tpl.bench.run.execute_together", execute)
@@ -252,7 +252,7 @@ def test_demo_shows_three_methods(
     """The demo around its runs; the runs themselves are those at hand."""
     started: list[tuple[str, bool]] = []
 
-    def execute(spec: RunSpec, place: Path, resume: bool, listen: Callable[[Event], None]) -> RunResult:
+    def execute(spec: RunSpec, place: Path, resume: bool, callback: Callable[[Event], None]) -> RunResult:
         started.append((spec.method, (place / "run.json").exists()))
         found = RunResult.read(joint_run if spec.method == "joint" else tiny[0])
         place.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import RunResult, describe_environment, numbers_so_far, stage_file, summarise, write_stage
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
-from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
+from tpl.engine import Callback, Event, RunLabel, current, labelled, no_callback
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.learner import Learner, learn_side_by_side
@@ -40,23 +40,23 @@ class RunError(TplError):
 
 
 def execute(
-    spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent, track: Sequence[str] = ()
+    spec: RunSpec, out: Path, resume: bool = False, callback: Callback = no_callback, track: Sequence[str] = ()
 ) -> RunResult:
     """Run `spec` in the directory `out`; an interrupted run continues after its last finished task."""
-    return execute_together([spec], [out], resume, listen, track)[0]
+    return execute_together([spec], [out], resume, callback, track)[0]
 
 
 def execute_together(
     specs: Sequence[RunSpec],
     places: Sequence[Path],
     resume: bool = False,
-    listen: Listener = silent,
+    callback: Callback = no_callback,
     track: Sequence[str] = (),
 ) -> list[RunResult]:
     """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
-    Every run has its own directory, as if it had run alone. `listen` gets the events of all runs, with labels if there
-    are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all train, and
+    Every run has its own directory, as if it had run alone. `callback` gets the events of all runs, with labels if
+    there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all train, and
     the first one does everything else.
     """
     check_trackers(track)
@@ -71,7 +71,7 @@ def execute_together(
         going = [run for run in runs if not run.finished]
         for number, run in enumerate(runs):
             if run in going:
-                run.begin(labelled(listen, labels[number]), track)
+                run.begin(labelled(callback, labels[number]), track)
         if processes.leads:
             for number, run in enumerate(going):
                 run.evaluator.beside = [earlier.evaluator for earlier in going[:number]]
@@ -90,8 +90,8 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
         return
     started = time.perf_counter()
     runs, tasks = zip(*pairs, strict=True)
-    shares, listeners = [run.spec.held_out for run in runs], [run.tell for run in runs]
-    learn_side_by_side([run.learner for run in runs], tasks, shares, listeners)
+    shares, callbacks = [run.spec.held_out for run in runs], [run.emit for run in runs]
+    learn_side_by_side([run.learner for run in runs], tasks, shares, callbacks)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
 
@@ -100,7 +100,7 @@ class OpenRun:
     """A run in progress: its stream, its learner and its files."""
 
     learner: Learner
-    tell: Listener
+    emit: Callback
 
     def __init__(self, spec: RunSpec, out: Path, resume: bool) -> None:
         self.spec, self.out = spec, out
@@ -151,7 +151,7 @@ class OpenRun:
             self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
         self.tasks = enumerate(self.stream.once())
 
-    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+    def begin(self, callback: Callback, track: Sequence[str] = ()) -> None:
         """Load what an earlier process has learned, open the event log, and emit the first event."""
         self.take_up()
         spec = self.spec
@@ -159,21 +159,21 @@ class OpenRun:
         self.evaluator = Evaluator(self.stream, self.learner.method)
         events = self.out / "events.jsonl"
         tracked = self._tracked(events) if track else None
-        log = self._open.enter_context(EventLog(events, listen))
+        log = self._open.enter_context(EventLog(events, callback))
         tracking = Tracking(track, tracked, log) if tracked else None
         if tracking:
             self._open.callback(tracking.close)
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             if event.kind == "trained":
                 self.trained = event.data
             log(event)
             if tracking:
                 tracking(event)
 
-        self.tell = tell
-        tell(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
-        _warn_about_leaks(spec, tell)
+        self.emit = emit
+        emit(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
+        _warn_about_leaks(spec, emit)
 
     def _tracked(self, events: Path) -> TrackedRun:
         """What trackers know of this run before it begins."""
@@ -209,7 +209,7 @@ class OpenRun:
         content["peak_device_bytes"] = method.compute.peak_memory()
         write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}
-        self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
+        self.emit(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
 
     def result(self) -> RunResult:
         """The result of the finished run; it is written if it is not there yet."""
@@ -223,7 +223,7 @@ class OpenRun:
 class FollowedRun(OpenRun):
     """A run in one of several processes that train together: the first one writes files, measures and emits events."""
 
-    tell = staticmethod(silent)
+    emit = staticmethod(no_callback)
 
     def __enter__(self) -> Self:
         return self
@@ -231,7 +231,7 @@ class FollowedRun(OpenRun):
     def check_directory(self, resume: bool) -> None:
         """Done by the first process."""
 
-    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+    def begin(self, callback: Callback, track: Sequence[str] = ()) -> None:
         """Load what an earlier process has learned."""
         self.take_up()
 
@@ -268,19 +268,19 @@ def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: i
     return work | {"environment": environment}
 
 
-def _warn_about_leaks(spec: RunSpec, tell: Listener) -> None:
+def _warn_about_leaks(spec: RunSpec, emit: Callback) -> None:
     if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
         text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
-        tell(Event("warning", {"text": text}))
+        emit(Event("warning", {"text": text}))
 
 
 class EventLog:
     """An event callback that appends events to a file, one JSON object a line, and passes them on."""
 
-    def __init__(self, file: Path, listen: Listener) -> None:
-        self.file, self.listen = file, listen
+    def __init__(self, file: Path, callback: Callback) -> None:
+        self.file, self.callback = file, callback
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> Callback:
         self.stream = self.file.open("a", encoding="utf-8")
         return self._write
 
@@ -291,7 +291,7 @@ class EventLog:
         if event.kind != "prepare":  # many, and of no interest afterwards
             self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
             self.stream.flush()
-        self.listen(event)
+        self.callback(event)
 
 
 def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner) -> None:

@@ -21,7 +21,7 @@ from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
 from tpl.bench.run import execute_together
 from tpl.bench.spec import RunSpec
-from tpl.engine import Event, Listener, RunLabel, labelled, silent
+from tpl.engine import Callback, Event, RunLabel, labelled, no_callback
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.learner import Learner
@@ -37,7 +37,7 @@ PRINTED_AS = {"klm": "kl-matching"}  # keys that differ in the paper's table
 
 
 def study(
-    spec: RunSpec, orders: Sequence[str], out: Path, names: Sequence[str] = ALL, listen: Listener = silent
+    spec: RunSpec, orders: Sequence[str], out: Path, names: Sequence[str] = ALL, callback: Callback = no_callback
 ) -> dict[str, Any]:
     """Train what is not trained yet under `out`, measure every detector of `names`, and fit accuracy against AUROC.
 
@@ -52,12 +52,14 @@ def study(
     todo |= {technique: ["msp"] for technique in TRAINED if technique in names}
     for number, (technique, detectors) in enumerate(todo.items()):
         label = RunLabel("hat" if technique == PLAIN else technique, number, len(todo))
-        places = _trained(spec, orders, out, technique, labelled(listen, label))
-        listen(Event("phase", {"phase": f"measuring detectors of {label.name}", "steps": len(places) * len(detectors)}))
+        places = _trained(spec, orders, out, technique, labelled(callback, label))
+        callback(
+            Event("phase", {"phase": f"measuring detectors of {label.name}", "steps": len(places) * len(detectors)})
+        )
         for place in places:
             for name, row in _measured(place, spec, detectors):
                 found.setdefault(name if technique == PLAIN else technique, []).append(row)
-                listen(Event("step", {"steps": 1}))
+                callback(Event("step", {"steps": 1}))
     rows = [_row(name, spec.benchmark, found[name]) for name in names]
     result = {
         "benchmark": spec.benchmark,
@@ -72,12 +74,12 @@ def study(
     return result
 
 
-def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, listen: Listener) -> list[Path]:
+def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, callback: Callback) -> list[Path]:
     """Train what is not trained yet; the directories of the finished runs, one per class order."""
     options = {"also": "all"} if technique == PLAIN else {"technique": technique, "store": True}
     specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
     places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
-    execute_together(specs, places, resume=True, listen=listen)
+    execute_together(specs, places, resume=True, callback=callback)
     return places
 
 

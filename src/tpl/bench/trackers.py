@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tpl.engine import Event, Listener
+from tpl.engine import Callback, Event
 from tpl.errors import TplError
 
 PROJECT = "tpl"  # the experiment or project where none is named
@@ -188,7 +188,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracking:
     """An event callback that passes a run's losses and stages on to its trackers, and drops those that fail."""
 
-    def __init__(self, names: Sequence[str], run: TrackedRun, warn: Listener) -> None:
+    def __init__(self, names: Sequence[str], run: TrackedRun, warn: Callback) -> None:
         self.warn, self.epoch, self.finished = warn, run.epochs, False
         self.open: dict[str, Tracker] = {}
         for text in names:

@@ -45,7 +45,7 @@ from tpl.cli.options import (
 
 if TYPE_CHECKING:
     from tpl.bench.spec import RunSpec
-    from tpl.engine import Event, Listener
+    from tpl.engine import Callback, Event
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
@@ -68,7 +68,7 @@ def demo(
 
     try:
         with run_progress(err, as_json) as progress:
-            result = run_demo(directory, device, seed=0, resume=resume, listen=progress, epochs=epochs)
+            result = run_demo(directory, device, seed=0, resume=resume, callback=progress, epochs=epochs)
     except KeyboardInterrupt:
         err.print("Interrupted. Finished tasks are stored; continue with: tpl demo --resume", soft_wrap=True)
         raise typer.Exit(130) from None
@@ -191,8 +191,8 @@ def run(
     with joined(device) as processes:
         try:
             with run_progress(err, as_json) as progress:  # of several processes, the first one alone hears events
-                listen = progress if as_json else _with_notes(specs, progress)
-                results = execute_together(specs, places, resume, listen, trackers(track))
+                callback = progress if as_json else _with_notes(specs, progress)
+                results = execute_together(specs, places, resume, callback, trackers(track))
         except KeyboardInterrupt:
             where = escape(", ".join(map(str, places)))
             if processes.leads:
@@ -219,14 +219,14 @@ def run(
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
 
 
-def _with_notes(specs: list[RunSpec], listen: Listener) -> Listener:
+def _with_notes(specs: list[RunSpec], callback: Callback) -> Callback:
     """Print what the benchmark sets when the first run begins: one that cannot begin prints its error alone."""
     notes = [note for note in dict.fromkeys(spec.benchmark_note() for spec in specs) if note]
 
     def on_event(event: Event) -> None:
         while notes and event.kind == "run":
             err.print(notes.pop(0), markup=False, highlight=False, soft_wrap=True)
-        listen(event)
+        callback(event)
 
     return on_event
 

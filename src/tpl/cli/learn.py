@@ -183,9 +183,9 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         chosen = _choose(learner, ready, request)
         task = as_task(ready, _task_name(given))
         if request.update:
-            learner.update(task, listen=progress, held_out=request.held_out)
+            learner.update(task, callback=progress, held_out=request.held_out)
         else:
-            learner.learn(task, name=request.name, held_out=request.held_out, listen=progress, source=given.origin)
+            learner.learn(task, name=request.name, held_out=request.held_out, callback=progress, source=given.origin)
         learner.save(store.path)
     record = learner.tasks_[-1]
     measured = not request.update

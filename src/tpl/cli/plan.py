@@ -216,7 +216,7 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     few = given.images.select(_some_of_each(given))
     trained: dict[str, float] = {}
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         if event.kind == "trained":
             trained.update(event.data)
 
@@ -224,7 +224,7 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     batch = min(learner.method.config.batch_size, max(1, len(few) // 2))
     learner.method.set_options(epochs=1, batch_size=batch)
     started = time.perf_counter()
-    learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, listen=listen)
+    learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, callback=callback)
     around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory under every task's model
     speed = trained["images"] / trained["seconds"]
     passes = epochs * train * (2 if replayed else 1)

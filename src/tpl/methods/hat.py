@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Callback, Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query, within_tasks
 from tpl.methods.bank.method import BankMethod, MemoryConfig
@@ -120,11 +120,11 @@ class HAT(BankMethod):
         """The `memory` option where stored images are needed, else 0: HAT itself needs none."""
         return self.config.memory if self.config.memory_needed else 0
 
-    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
+    def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
         """Train the task's own classes; with stored images only where the technique needs outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
-        return self.new_job(samples, outliers, own, own, listen)
+        return self.new_job(samples, outliers, own, own, callback)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
         """Stored images; before there are any, images of the task itself with swapped quarters, if so configured.

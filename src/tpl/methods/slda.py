@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
@@ -86,7 +86,7 @@ class SLDA(Method):
     def statistics(self, statistics: ClassStatistics) -> None:
         self.analysis = Discriminant(statistics, self.config.shrinkage)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Take up the task's features."""
         self._add(samples, samples.labels + len(self.classes_))
 

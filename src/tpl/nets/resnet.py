@@ -222,7 +222,9 @@ class ResNetEncoder(Encoder):
         self.through, self.fused = torch.compile(network, dynamic=False), True
 
     @torch.no_grad()
-    def settled(self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    def reestimated_norms(
+        self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype
+    ) -> Tensor:
         """The norms with statistics of these batches, under the weights and the mask that the task is left with.
 
         Not a running mean of training: there the mask was half open for a part of every epoch.
@@ -235,7 +237,7 @@ class ResNetEncoder(Encoder):
                 y = y.double()
                 seen.append(torch.stack([y.mean(dim=(0, 2, 3)), y.square().mean(dim=(0, 2, 3))]))
 
-            self(images, norms, weights, dtype=dtype, learning=True, notice=note)
+            self(images, norms, weights, dtype=dtype, learning=True, watch=note)
             total, count = total + torch.cat(seen, dim=1), count + 1
         mean, square = total / count
         return torch.cat([norms[:2], torch.stack([mean, (square - mean.square()).clamp_min(0)]).to(norms.dtype)])

@@ -127,9 +127,9 @@ class ViTEncoder(Encoder):
         `notice` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
         token alone.
         """
-        return self.beyond(self.tokens(images, dtype), norms, adapters, masks, notice)
+        return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, notice)
 
-    def beyond(
+    def from_tokens(
         self,
         tokens: Tensor,
         norms: Tensor,

@@ -87,7 +87,7 @@ def learn_task(spec: JobSpec, send: Send) -> None:
         task = Task(spec.name, usable.class_names, usable.images)
         method, (train, _) = learner.method, hold_out(task, spec.held_out, [learner.method.seed])
         method.set_options(epochs=spec.epochs or epochs_for(method, len(train)))
-        learner.learn(task, name=spec.name, held_out=spec.held_out, listen=Progress(send), source=spec.title)
+        learner.learn(task, name=spec.name, held_out=spec.held_out, callback=Progress(send), source=spec.title)
         send(progress=TRAINING, message="writing the model")
     send(done=asdict(learner.tasks_[-1]))
 

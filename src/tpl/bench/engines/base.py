@@ -116,7 +116,7 @@ def carry_out(job: Job, emit: Emit) -> None:
 
     quiet_until = 0.0
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         nonlocal quiet_until
         if event.kind == "prepare":
             if time.monotonic() < quiet_until:
@@ -124,7 +124,7 @@ def carry_out(job: Job, emit: Emit) -> None:
             quiet_until = time.monotonic() + PAUSE
         emit(event.kind, event.data)
 
-    execute(job.run_spec(), Path(job.directory), resume=True, listen=listen, track=job.track)
+    execute(job.run_spec(), Path(job.directory), resume=True, callback=callback, track=job.track)
 
 
 def try_job(carry_out: CarryOut, job: Job, emit: Emit) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
+from tpl.engine import Callback, Compute, Inference, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder, unstacked
 from tpl.store import State
@@ -87,7 +87,7 @@ class Network(GrowingHead):
         """Re-estimate batch-norm statistics from batches of training images; other networks have none."""
         encoder = self.trunk[0]
         if encoder.batch_norms:
-            self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
+            self.norms.copy_(encoder.reestimated_norms(self.norms, self.adapters.weights, images, self.compute.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits over all classes so far."""
@@ -158,9 +158,9 @@ class NetworkMethod(Method):
         """A network without classes."""
         return Network(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Grow the head and train all trainable parameters on the task's data alone."""
-        self.fit(self.grow(task, samples), listen)
+        self.fit(self.grow(task, samples), callback)
 
     def grow(self, task: Task, samples: Samples) -> Samples:
         """Add the task's classes to the head. Returns its samples, labelled by number among all classes."""
@@ -170,7 +170,7 @@ class NetworkMethod(Method):
     def fit(
         self,
         samples: Samples,
-        listen: Listener,
+        callback: Callback,
         objective: CrossEntropy | None = None,
         replay: Samples | None = None,
         recipe: Recipe | None = None,
@@ -182,14 +182,14 @@ class NetworkMethod(Method):
 
         The defaults: cross-entropy over all classes so far, the method's own recipe, all parameters of the network. An
         objective that needs random numbers gets `numbers` of them a step. `name` seeds the random numbers, so that two
-        trainings of one task differ; all but the main one should be `silent`, as progress is reported once a task.
+        trainings of one task differ; all but the main one should be `no_callback`, as progress is reported once a task.
         """
         recipe, objective = recipe or self.config, objective or CrossEntropy(self.network)
         moving = list(self.network.parameters()) if trainable is None else trainable
         with frozen_except(moving, self.network.parameters()):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
-            train(objective, optimiser, [batches], recipe, self.normalise, [listen])
+            train(objective, optimiser, [batches], recipe, self.normalise, [callback])
             seen = batches_of_images(batches, self.normalise)
             objective.network.estimate_batch_norms(objective.shown(images) for images in seen)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.memory import FEATURE_POLICIES, POLICIES, Memory, encode
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -52,9 +52,9 @@ class RehearsalMethod(NetworkMethod):
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Grow the head, train on new and remembered images, then store some of the new ones."""
-        self.fit(self.grow(task, samples), listen, replay=self.old_samples())
+        self.fit(self.grow(task, samples), callback, replay=self.old_samples())
         self.remember(task, samples)
 
     def old_samples(self) -> Samples | None:
