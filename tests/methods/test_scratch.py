@@ -254,7 +254,7 @@ def test_compiling_is_for_large_images_unless_it_is_asked_for(monkeypatch: pytes
         assert isinstance(encoder, ResNetEncoder)
         compute = Compute(torch.device("cpu"), bf16=False, compiled=True, small_too=small_too)
         TPL(encoder, TPLConfig(), compute)
-        assert encoder.fused == small_too == (encoder.through is not network)
+        assert encoder.fused == small_too == (encoder.run is not network)
 
 
 def test_what_needs_pre_training_says_so() -> None:

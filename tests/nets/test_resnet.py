@@ -165,7 +165,7 @@ def test_as_on_a_gpu_channels_come_last_from_end_to_end(
         y.register_hook(lambda slope: orders.append(slope.is_contiguous(memory_format=last)))
 
     weights = kernels.weights.fold(mask)
-    found = encoder(images.to(dtype), some_norms(encoder), weights, dtype=dtype, learning=True, notice=note)
+    found = encoder(images.to(dtype), some_norms(encoder), weights, dtype=dtype, learning=True, watch=note)
     assert float(((found - plain).abs().mean() / plain.abs().mean()).detach()) < close
     slopes = [torch.autograd.grad(z.square().mean(), [kernels.kernels, mask]) for z in (plain, found)]
     assert len(orders) == 2 * len(encoder.layout.convs) and all(orders)

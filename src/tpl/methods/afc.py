@@ -105,7 +105,7 @@ class ProxyNetwork(Network):
         """Features of normalised images, and the activations `[n, tokens, dim]` of every stage on the way there."""
         outputs: list[Tensor] = []
         encoder, weights = self.trunk[0], self.adapters.weights
-        features: Tensor = encoder(images, self.norms, weights, dtype=self.compute.dtype, notice=outputs.append)
+        features: Tensor = encoder(images, self.norms, weights, dtype=self.compute.dtype, watch=outputs.append)
         return features, [outputs[i] for i in self.stage_ends]
 
 
