@@ -56,8 +56,8 @@ def execute_together(
     """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
     Every run has its own directory, as if it had run alone. `callback` gets the events of all runs, with labels if
-    there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all train, and
-    the first one does everything else.
+    there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all
+    train, and the first one does everything else.
     """
     check_trackers(track)
     for spec in specs:

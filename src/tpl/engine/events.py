@@ -1,4 +1,4 @@
-"""What a run tells the world while it works: plain events, drawn or written down by whoever listens."""
+"""Progress events of a run, and the callbacks that draw or log them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Event:
     """Something happened, in the run that `run` names.
 
     `kind` is one of: run, task, prepare, epoch, trained, capacity, warning, stage (a task of a benchmark is learned and
-    measured), learned (a task of a model is), phase and step (work that trains nothing, in steps of about one length).
+    measured), learned (a task of a model is), phase and step (work without training, in steps of about equal length).
     """
 
     kind: str
@@ -40,7 +40,7 @@ Callback = Callable[[Event], None]
 
 
 def no_callback(event: Event) -> None:
-    """Nobody listens."""
+    """A callback that does nothing."""
 
 
 def labelled(callback: Callback, label: RunLabel) -> Callback:

@@ -1,4 +1,4 @@
-"""The seam between networks and methods: what an encoder offers, and the weights that its tasks share."""
+"""The contract between networks and methods: what an encoder offers, and the weights that its tasks share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Weights(Protocol):
     """Shared weights, a few tensors in a fixed order, of one network or with a first axis of several."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The tensors; an encoder takes them as they come."""
+        """The tensors, in the order in which an encoder takes them."""
 
     def fold(self, masks: Tensor) -> Weights:
-        """What an encoder needs of the weights and a mask over all units, `[units]` or `[networks, units]`."""
+        """The weights under a mask over all units, `[units]` or `[networks, units]`."""
 
     def gates(self, used: Tensor) -> Weights:
         """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
@@ -32,7 +32,7 @@ class Trainable(nn.Module, ABC):
     @property
     @abstractmethod
     def units(self) -> int:
-        """How many units a mask opens and closes."""
+        """Number of units that a mask opens and closes."""
 
     @property
     @abstractmethod
@@ -41,7 +41,7 @@ class Trainable(nn.Module, ABC):
 
     @abstractmethod
     def stack(self, *tensors: Tensor) -> Weights:
-        """Weights of this kind from other tensors: those of several networks, say."""
+        """Weights of this kind from other tensors, such as those of several networks."""
 
     def gates(self, used: Tensor) -> Weights:
         """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
@@ -49,7 +49,7 @@ class Trainable(nn.Module, ABC):
 
 
 class Encoder(nn.Module, ABC):
-    """Turns normalised images into features, as one task sees them.
+    """Turns normalised images into features under one task's weights.
 
     Called as `encoder(images, norms, weights, dtype=..., learning=...)`, it gives features `[n, dim]`, float32
     (float64 if `dtype` is). `norms` are a task's own, `weights` those of a `Trainable`, perhaps under a mask.
@@ -60,8 +60,8 @@ class Encoder(nn.Module, ABC):
     # Whether there is a frozen trunk. Without one, all weights are drawn by the method and trained from scratch, and
     # networks have nothing to share by being trained side by side.
     pretrained: ClassVar[bool] = True
-    # Whether a training step looks at its batch as a whole: then no ignored row may fill it up, and a pass at the end
-    # settles the statistics that answers go by.
+    # Whether there are batch norms: then no ignored row may fill a batch up, and a pass at the end of training
+    # re-estimates the statistics that predictions use.
     batch_norms: ClassVar[bool] = False
 
     exact: ClassVar[bool] = False  # whether answers are computed in double precision: cheap where a network is small
@@ -69,14 +69,14 @@ class Encoder(nn.Module, ABC):
     fused = False  # whether `fuse` has compiled something
     name: str
     sha256: str
-    fingerprint: str  # tells encoders apart by what they compute, however their weights came
+    fingerprint: str  # hash of what the encoder computes, independent of the file format of its weights
     weights: Path | None  # the file they came from
     data_config: dict[str, Any]  # timm's: input size, mean, std, crop, interpolation
     dim: int
 
     @abstractmethod
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Trainable:
-        """Fresh weights for all tasks to share; `latent` is the size of adapters, where there are any."""
+        """Fresh weights for all tasks to share; `latent` is the width of adapters, where there are any."""
 
     @abstractmethod
     def new_norms(self) -> Tensor:
@@ -85,7 +85,7 @@ class Encoder(nn.Module, ABC):
     def reestimated_norms(
         self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """The norms of a trained task; batch norms take their statistics from these batches of training images."""
+        """The norms of a trained task; batch norms re-estimate their statistics on these batches of training images."""
         return norms
 
     def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -93,11 +93,11 @@ class Encoder(nn.Module, ABC):
         raise TplError(f"'{self.name}' is trained from scratch: before that, it has no features of its own.")
 
     def fuse(self) -> None:
-        """Compile what is worth it."""
+        """Compile the parts for which it pays."""
 
 
 def unstacked(encoder: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-    """An encoder as a function of images, norms and the shared weights one by one: tensors all."""
+    """An encoder as a function of tensors alone: images, norms, and the shared weights one by one."""
 
     def features(images: Tensor, norms: Tensor, *weights: Tensor) -> Tensor:
         return encoder(images, norms, weights, dtype=dtype)

@@ -176,7 +176,7 @@ class Kernels(Trainable):
 class ResNetEncoder(Encoder):
     """The architecture alone: kernels, norms and masks are passed in.
 
-    A task's norms are `[4, channels]`: scales, shifts, and the means and variances that answers go by.
+    A task's norms are `[4, channels]`: scales, shifts, and the means and variances that predictions use.
     """
 
     pretrained = False
@@ -186,15 +186,15 @@ class ResNetEncoder(Encoder):
         super().__init__()
         self.layout = Layout(width)
         self.name = NAME if width == WIDTH else f"{NAME}:{width}"
-        # No weights come with it, so what there is to tell apart is what it computes.
+        # It comes without weights: the architecture alone identifies it.
         self.fingerprint = hashlib.sha256(f"{NAME} {self.layout.convs} {EPSILON}".encode()).hexdigest()
         self.sha256, self.weights = self.fingerprint, None
         self.data_config = dict(DATA_CONFIG)
         self.dim = self.layout.groups[-1]
-        self.through = network
+        self.run = network
 
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Kernels:
-        """Fresh kernels; there are no adapters, and `latent` says nothing."""
+        """Fresh kernels; there are no adapters, and `latent` is not used."""
         return Kernels(self.layout, generator)
 
     def new_norms(self) -> Tensor:
@@ -209,25 +209,25 @@ class ResNetEncoder(Encoder):
         weights: Iterable[Tensor],
         dtype: torch.dtype = torch.float32,
         learning: bool = False,
-        notice: Callable[[Tensor], None] | None = None,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Features `[n, dim]`, float32, of one network; `notice` is told what goes into every norm."""
-        # Answers are too few to compile for, and a caller that takes notice is no part of a graph.
-        through = self.through if learning and notice is None else network
-        return through(self.layout, images, norms, tuple(weights), dtype, learning, notice)
+        """Features `[n, dim]`, float32, of one network; `watch` is called with the input of every norm."""
+        # Predictions are too few to compile for, and a callback is no part of a compiled graph.
+        run = self.run if learning and watch is None else network
+        return run(self.layout, images, norms, tuple(weights), dtype, learning, watch)
 
     def fuse(self) -> None:
         """Compile training steps: norm, mask, sum and ReLU can become one kernel; takes a while at every batch size."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.through, self.fused = torch.compile(network, dynamic=False), True
+        self.run, self.fused = torch.compile(network, dynamic=False), True
 
     @torch.no_grad()
     def reestimated_norms(
         self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """The norms with statistics of these batches, under the weights and the mask that the task is left with.
+        """The norms with statistics of these batches, under the task's final weights and mask.
 
-        Not a running mean of training: there the mask was half open for a part of every epoch.
+        Not a running mean of training, during which the mask is half open for a part of every epoch.
         """
         total, count = norms.new_zeros(2, self.layout.channels, dtype=torch.float64), 0
         for images in batches:
@@ -250,7 +250,7 @@ def network(
     weights: tuple[Tensor, ...],
     dtype: torch.dtype,
     learning: bool,
-    notice: Callable[[Tensor], None] | None = None,
+    watch: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """The forward pass: as few passes over the activations as there can be, in one memory format from end to end."""
     flat, *masks = weights
@@ -268,8 +268,8 @@ def network(
     def through(number: int, x: Tensor) -> Tensor:
         conv = layout.convs[number]
         y = F.conv2d(x, kernels[number], stride=conv.stride, padding=conv.size // 2)
-        if notice is not None:
-            notice(y)
+        if watch is not None:
+            watch(y)
         mean, variance = (None, None) if learning else (means[number], variances[number])
         return F.batch_norm(y, mean, variance, scales[number], shifts[number], learning, eps=EPSILON)
 

@@ -116,7 +116,7 @@ class ViTEncoder(Encoder):
         masks: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         learning: bool = False,
-        notice: Callable[[Tensor], None] | None = None,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Features `[n, dim]`, float32, of normalised images under one task's weights.
 
@@ -124,10 +124,10 @@ class ViTEncoder(Encoder):
         share one pass over the frozen trunk: each serves an equal part of the batch, in order. So do the rows of
         `masks`, `[rows, units]`, which act on the activations; a mask that holds for the whole batch is folded into the
         weights. `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
-        `notice` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
+        `watch` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
         token alone.
         """
-        return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, notice)
+        return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, watch)
 
     def from_tokens(
         self,
@@ -135,10 +135,10 @@ class ViTEncoder(Encoder):
         norms: Tensor,
         adapters: Iterable[Tensor] | None = None,
         masks: Tensor | None = None,
-        notice: Callable[[Tensor], None] | None = None,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """`forward` from the `tokens` on, in their precision."""
-        return self.pooled(self.run(tokens, self.block_weights(norms, adapters, masks, tokens.dtype), notice), norms)
+        return self.pooled(self.run(tokens, self.block_weights(norms, adapters, masks, tokens.dtype), watch), norms)
 
     def block_weights(
         self, norms: Tensor, adapters: Iterable[Tensor] | None, masks: Tensor | None, dtype: torch.dtype
@@ -156,7 +156,7 @@ class ViTEncoder(Encoder):
         pairs = [slice(first, first + 2) for first in range(0, self.adapters_needed, 2)]
         return [BlockWeights(affines[own], layers[own], opened[own]) for own in pairs]
 
-    def run(self, x: Tensor, weights: Sequence[BlockWeights], notice: Callable[[Tensor], None] | None = None) -> Tensor:
+    def run(self, x: Tensor, weights: Sequence[BlockWeights], watch: Callable[[Tensor], None] | None = None) -> Tensor:
         """Output `[n, tokens, dim]` of the last block.
 
         It computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so few rows
@@ -164,8 +164,8 @@ class ViTEncoder(Encoder):
         """
         for block, own in zip(self.trunk(x.dtype).blocks, weights, strict=True):
             x = self.run_block(block, x, own)
-            if notice is not None:
-                notice(x)
+            if watch is not None:
+                watch(x)
         return x
 
     def pooled(self, x: Tensor, norms: Tensor) -> Tensor:
