@@ -259,7 +259,7 @@ def test_an_unreadable_held_out_image_is_told_before_the_training(tmp_path: Path
     events: list[Any] = []
     learner = new_learner()
     with pytest.raises(TplError, match=r"cat.*\.png"):
-        learner.learn(folder, listen=events.append)
+        learner.learn(folder, callback=events.append)
     assert events == [] and learner.classes_ == [] and learner.tasks_ == []
 
 

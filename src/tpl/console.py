@@ -43,12 +43,12 @@ def writes_lines(console: Console, as_json: bool = False) -> bool:
 
 
 def run_progress(console: Console, as_json: bool = False) -> RunProgress | ProgressLines:
-    """The listener of a command that makes runs; with `as_json` there is no bar."""
+    """The callback of a command that makes runs; with `as_json` there is no bar."""
     return ProgressLines(console) if writes_lines(console, as_json) else RunProgress(console, quiet=as_json)
 
 
 def work_progress(console: Console, as_json: bool = False, quiet: bool = False) -> WorkProgress | ProgressLines:
-    """The listener of a command whose work has phases; with `as_json` there is no bar, if `quiet` no line either."""
+    """The callback of a command whose work has phases; with `as_json` there is no bar, if `quiet` no line either."""
     if writes_lines(console, as_json) and not quiet:
         return ProgressLines(console)
     return WorkProgress(console, quiet=as_json or quiet)
@@ -71,7 +71,7 @@ class _Watched:
 
 
 class RunProgress(_Watched):
-    """A listener that draws one bar a run, of several side by side the first one's.
+    """A callback that draws one bar a run, of several side by side the first one's.
 
     Progress goes to stderr: stdout is for results.
     """
@@ -140,7 +140,7 @@ class RunProgress(_Watched):
 class WorkProgress(_Watched):
     """One bar for work in phases, such as reading images and then learning them; gone when the work is done.
 
-    A listener of learning, too. Nothing is drawn where nobody watches: `quiet`, or stderr is no terminal. Warnings
+    A callback of learning, too. Nothing is drawn where nobody watches: `quiet`, or stderr is no terminal. Warnings
     are printed either way.
     """
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpl._version import __version__
 from tpl.answers import Answer, TaskEntry, TaskRecord
-from tpl.engine import Event, Listener, Samples, choose_compute, silent
+from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.intake import Images, as_image_set, as_task, hold_out, per_class
 from tpl.methods import Method, find_method, learn_together
@@ -189,7 +189,7 @@ class Learner:
         *,
         name: str | None = None,
         held_out: float = HELD_OUT,
-        listen: Listener = silent,
+        callback: Callback = no_callback,
         source: str = "",
     ) -> Self:
         """Learn one more task; its classes must be new.
@@ -201,9 +201,9 @@ class Learner:
         task = self._given(images, labels, name)
         self._refuse_known(task)
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
-        learn_side_by_side([self], [task], [held_out], [listen], source)
+        learn_side_by_side([self], [task], [held_out], [callback], source)
         record = self._entries[-1].record
-        listen(Event("learned", {"task": task.name, "accuracy": record.accuracy, "held_out": record.held_out}))
+        callback(Event("learned", {"task": task.name, "accuracy": record.accuracy, "held_out": record.held_out}))
         return self
 
     def _note(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
@@ -225,7 +225,7 @@ class Learner:
         self,
         images: Task | Path | str | Images,
         labels: Sequence[str] | None = None,
-        listen: Listener = silent,
+        callback: Callback = no_callback,
         *,
         held_out: float = HELD_OUT,
     ) -> Self:
@@ -245,13 +245,13 @@ class Learner:
         entries = self._noted()
         seen = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another choice at each update
         train, rest = hold_out(task, held_out, [self.method.seed, seen])
-        held = self.method.samples_of(rest, silent)
-        self.method.update(replace(task, train=train, test=None), held, listen)
+        held = self.method.samples_of(rest, no_callback)
+        self.method.update(replace(task, train=train, test=None), held, callback)
         trained, apart = (dict(zip(task.classes, per_class(part, task.classes), strict=True)) for part in (train, rest))
         self._entries = [
             entry.updated(trained, apart) if set(entry.classes) & set(task.classes) else entry for entry in entries
         ]
-        listen(Event("learned", {"task": task.name, "accuracy": None, "held_out": len(held)}))
+        callback(Event("learned", {"task": task.name, "accuracy": None, "held_out": len(held)}))
         return self
 
     def remove(self, name: str) -> Self:
@@ -399,7 +399,7 @@ def learn_side_by_side(
     learners: Sequence[Learner],
     tasks: Sequence[Task],
     held_out: Sequence[float],
-    listeners: Sequence[Listener],
+    callbacks: Sequence[Callback],
     source: str = "",
 ) -> None:
     """Each learner learns a task; all of them, or none if one fails.
@@ -411,9 +411,9 @@ def learn_side_by_side(
     rows = zip(learners, tasks, held_out, strict=True)
     parts = [hold_out(task, share, [each.method.seed]) for each, task, share in rows]
     # First: an image that cannot be read is told before the training.
-    held = [each.method.samples_of(rest, silent) for each, (_, rest) in zip(learners, parts, strict=True)]
+    held = [each.method.samples_of(rest, no_callback) for each, (_, rest) in zip(learners, parts, strict=True)]
     given = [replace(task, train=train, test=None) for task, (train, _) in zip(tasks, parts, strict=True)]
-    learn_together([each.method for each in learners], given, listeners, held)
+    learn_together([each.method for each in learners], given, callbacks, held)
     for each, task, (train, rest), apart in zip(learners, tasks, parts, held, strict=True):
         each._note(task, train, rest, apart, source)
 

@@ -126,7 +126,7 @@ class _Phase:
 
 
 class ProgressLines:
-    """A listener that writes a line where a bar cannot be drawn: when a task begins or ends, and now and then between.
+    """A callback that writes a line where a bar cannot be drawn: when a task begins or ends, and now and then between.
 
     Every line is written whole and at once. A log that cannot be written any more does not end the work. `left`
     estimates the seconds that the whole command still takes; by default that follows from the events.

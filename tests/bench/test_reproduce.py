@@ -300,7 +300,7 @@ def test_weights_may_be_a_folder(tmp_path: Path) -> None:
 def test_each_run_is_made_once_whatever_rows_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[RunSpec]] = []
 
-    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, listen: object) -> list[RunResult]:
+    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, callback: object) -> list[RunResult]:
         assert resume and [place.parent for place in places] == [tmp_path] * len(specs)
         calls.append(specs)
         square = np.full((10, 10), 0.8)

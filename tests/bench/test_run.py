@@ -38,7 +38,7 @@ class Whole:
 
     def __init__(self, place: Path) -> None:
         self.place, self.events = place, list[Event]()
-        self.result = execute(SPEC, place, listen=self.events.append)
+        self.result = execute(SPEC, place, callback=self.events.append)
         self.answers = answers(place)
 
 
@@ -72,7 +72,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(SPEC, place, listen=interrupt)
+        execute(SPEC, place, callback=interrupt)
     return place
 
 
@@ -215,7 +215,7 @@ def test_interrupted_while_training_then_resumed_is_the_same_run(
     assert read(interrupted / "model" / "model.json")["commits"] == 1  # nothing of the second task
     place = Path(shutil.copytree(interrupted, tmp_path / "run"))
     told: list[Event] = []
-    execute(SPEC, place, resume=True, listen=told.append)
+    execute(SPEC, place, resume=True, callback=told.append)
     assert [e.data["classes"] for e in told if e.kind == "task"] == [["2", "3"]]  # the first is not trained again
     assert_same_run(place, whole)
 

@@ -283,7 +283,7 @@ class Killed:
         for state in (self.done, other):
             shutil.copytree(alone / state.directory.name, state.directory)
         with pytest.raises(KeyboardInterrupt):
-            execute(self.run.specs[2], self.cut.directory, listen=self._interrupt)
+            execute(self.run.specs[2], self.cut.directory, callback=self._interrupt)
         self.before = {f: f.stat().st_mtime_ns for f in self.done.directory.rglob("*") if f.is_file()}
         self.pids: dict[str, int] = {}
         self.told: list[JobEvent] = []

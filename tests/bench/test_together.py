@@ -29,7 +29,7 @@ def specs(**changes: object) -> list[RunSpec]:
 @pytest.fixture(scope="module")
 def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
     folder, events = tmp_path_factory.mktemp("together"), list[Event]()
-    execute_together(specs(), [folder / "0", folder / "1"], listen=events.append)
+    execute_together(specs(), [folder / "0", folder / "1"], callback=events.append)
     return folder, events
 
 

@@ -54,10 +54,10 @@ def test_a_run_tells_its_settings_and_stages(tmp_path: Path, monkeypatch: pytest
     spec = RunSpec("digits-5t", "slda", tasks=1, device="cpu")  # it has no epochs: quick
     warnings: list[str] = []
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         warnings.extend([event.data["text"]] if event.kind == "warning" else [])
 
-    result = execute(spec, tmp_path / "run", listen=listen, track=["notes:broken", "notes:here"])
+    result = execute(spec, tmp_path / "run", callback=callback, track=["notes:broken", "notes:here"])
     kinds = [entry[0] for entry in Notes.heard]
     assert kinds == ["open", "stage", "close"] and Notes.heard[0] == ("open", "here", "slda", 0)
     _, task, numbers = Notes.heard[1]

@@ -226,7 +226,7 @@ def test_demo_shows_three_methods(
     """The demo around its runs; the runs themselves are those at hand."""
     started: list[tuple[str, bool]] = []
 
-    def execute(spec: RunSpec, place: Path, resume: bool, listen: Callable[[Event], None]) -> RunResult:
+    def execute(spec: RunSpec, place: Path, resume: bool, callback: Callable[[Event], None]) -> RunResult:
         started.append((spec.method, (place / "run.json").exists()))
         found = RunResult.read(joint_run if spec.method == "joint" else tiny[0])
         place.mkdir(parents=True, exist_ok=True)

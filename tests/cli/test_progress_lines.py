@@ -22,7 +22,7 @@ from tpl import cli
 from tpl.bench import demo, reproduce, study
 from tpl.bench.paper import find_rows
 from tpl.bench.run import RunSpec
-from tpl.engine import Event, Listener, RunLabel
+from tpl.engine import Callback, Event, RunLabel
 
 TIMED = re.compile(r"\[\d\d:\d\d\] tpl: (.*)")
 
@@ -78,10 +78,10 @@ def test_a_model_tells_what_it_learns(tmp_path: Path) -> None:
 
 @pytest.fixture
 def labels(monkeypatch: pytest.MonkeyPatch) -> list[RunLabel]:
-    """What runs are called by commands that make several; none is made. A listener puts the labels here."""
+    """What runs are called by commands that make several; none is made. A callback puts the labels here."""
 
-    def execute(specs: RunSpec | list[RunSpec], places: Any, resume: bool, listen: Listener) -> list[SimpleNamespace]:
-        listen(Event("run"))
+    def execute(specs: RunSpec | list[RunSpec], places: Any, resume: bool, callback: Callback) -> list[SimpleNamespace]:
+        callback(Event("run"))
         count = len(specs) if isinstance(specs, list) else 1
         return [SimpleNamespace(description={}, summary={}, matrices={"cil": np.zeros((1, 1))})] * count
 

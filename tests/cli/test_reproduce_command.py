@@ -142,7 +142,7 @@ def test_the_list_says_what_can_be_run() -> None:
 def test_runs_are_made_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[RunSpec] = []
 
-    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, listen: object) -> list[RunResult]:
+    def execute_together(specs: list[RunSpec], places: list[Path], resume: bool, callback: object) -> list[RunResult]:
         made.extend(specs)
         return [result_of(spec, 0.70 + 0.01 * spec.seed) for spec in specs]
 

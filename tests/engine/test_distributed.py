@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from handwriting import digits
 from tpl import Learner, TplError
-from tpl.engine import IGNORED, CapturedStep, GatedSGD, Recipe, Samples, choose_compute, silent, train
+from tpl.engine import IGNORED, CapturedStep, GatedSGD, Recipe, Samples, choose_compute, no_callback, train
 from tpl.engine.distributed import Processes, launched, working_with
 from tpl.methods import load_methods
 from tpl.nets import ViTEncoder
@@ -100,8 +100,8 @@ def fitted(seed: int = 0) -> tuple[Tensor, list[float]]:
         for network in range(2)
     ]
     losses = list[float]()
-    listen = lambda event: losses.append(event.data.get("loss", 0.0))  # noqa: E731
-    train(objective, GatedSGD([objective.weight], 0.05), batches, recipe, torch.Tensor.float, [listen, silent])
+    callback = lambda event: losses.append(event.data.get("loss", 0.0))  # noqa: E731
+    train(objective, GatedSGD([objective.weight], 0.05), batches, recipe, torch.Tensor.float, [callback, no_callback])
     return objective.weight.detach(), losses + objective.norms
 
 

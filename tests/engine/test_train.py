@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Recipe, RotationClasses, Samples, silent, train
+from tpl.engine import IGNORED, Batches, Event, Feed, GatedSGD, Recipe, RotationClasses, Samples, no_callback, train
 from tpl.engine.batches import StepInputs
 from tpl.engine.train import cycle_length
 from tpl.errors import TplError
@@ -111,7 +111,7 @@ def test_the_objective_sees_none_of_the_numbers_that_move_images() -> None:
     listening = Listening()
     batches = Batches(samples(5, 0), None, 2, generator(), numbers=3, crop=True)
     optimiser = GatedSGD([listening.weight], lr=0.1)
-    train(listening, optimiser, [batches], Recipe(epochs=1, batch_size=2), float_of, [silent])
+    train(listening, optimiser, [batches], Recipe(epochs=1, batch_size=2), float_of, [no_callback])
     assert [draws.shape for draws in seen] == [(1, 3)] * 3
 
 
@@ -210,7 +210,7 @@ def test_a_diverging_loss_is_a_clear_error() -> None:
     objective = Diverging()
     batches = Batches(samples(4, 0), None, 2, generator())
     with pytest.raises(TplError, match="learning rate"):
-        train(objective, GatedSGD([objective.weight], 0.1), [batches], Recipe(epochs=2), float_of, [silent])
+        train(objective, GatedSGD([objective.weight], 0.1), [batches], Recipe(epochs=2), float_of, [no_callback])
 
 
 class Quadratic(Diverging):
@@ -237,7 +237,7 @@ def test_a_cosine_schedule_equals_that_of_torch() -> None:
         [Batches(new, None, 2, generator())],
         recipe,
         float_of,
-        [silent],
+        [no_callback],
     )
     weight = torch.ones(1, requires_grad=True)
     optimiser = torch.optim.SGD([weight], recipe.lr, recipe.momentum)

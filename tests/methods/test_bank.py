@@ -107,7 +107,7 @@ def test_a_full_network_warns_before_and_learns_on(small_stream: Stream) -> None
     method.bank.used = torch.ones_like(method.bank.used)  # type: ignore[arg-type]
     before = {k: v.clone() for k, v in method.bank.adapters.state_dict().items()}
     events: list[Event] = []
-    learner.learn(small_stream[1], listen=events.append)
+    learner.learn(small_stream[1], callback=events.append)
     assert any(e.kind == "warning" and "earlier tasks" in e.data["text"] for e in events)
     assert all(torch.equal(v, before[k]) for k, v in method.bank.adapters.state_dict().items())
     assert method.log_probabilities(learner.prepare(small_stream[1].train)).isfinite().all()
@@ -118,7 +118,7 @@ def test_capacity_is_reported_after_each_task(small_stream: Stream) -> None:
     shares = []
     for task in small_stream:
         events: list[Event] = []
-        learner.learn(task, listen=events.append)
+        learner.learn(task, callback=events.append)
         shares += [e.data["units"] for e in events if e.kind == "capacity"]
     assert len(shares) == 3
     assert 0 < shares[0] <= shares[1] <= shares[2] <= 1
@@ -151,7 +151,7 @@ def test_a_failed_task_leaves_the_learner_as_it_was(small_stream: Stream) -> Non
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        learner.learn(small_stream[1], listen=interrupt)
+        learner.learn(small_stream[1], callback=interrupt)
     assert learner.classes_ == list(small_stream[0].classes)
     assert torch.equal(method.log_probabilities(pixels), before)
     learner.learn(small_stream[1])

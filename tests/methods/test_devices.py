@@ -1,7 +1,7 @@
 """What a GPU asks of a method, checked without one.
 
 No tensor lies on the CPU that belongs on the device, or the other way round; precisions do not mix; and a step that is
-recorded once and replayed does what it would do anew.
+captured once and replayed does what it would do anew.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 from small_encoder import SMALL_VIT
 from tensors import ROUNDING, differences, tensors_of
 from tpl import Learner
-from tpl.engine import Event, Samples, choose_compute, silent
+from tpl.engine import Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together, more, row
 from tpl.methods.bank import Bank, BankMethod, Outputs, training
@@ -61,7 +61,7 @@ def stream() -> Stream:
 def pixels(stream: Stream) -> Tensor:
     """Test images of all tasks."""
     method = new("tpl")
-    return torch.cat([method.samples_of(task.test, silent).pixels for task in stream if task.test is not None])
+    return torch.cat([method.samples_of(task.test, no_callback).pixels for task in stream if task.test is not None])
 
 
 def new(name: str, seed: int = 0, **options: object) -> BankMethod:
@@ -177,15 +177,15 @@ def test_other_seeds_and_other_class_orders_are_no_twins(
     names = ("more", "row", "more")
     methods = [new(name, seed=i * (differ == "seeds")) for i, name in enumerate(names)]
     tasks = [rotated(stream[1], i * (differ == "orders")) for i in range(3)]
-    learn_together(methods, tasks, [silent] * 3)
+    learn_together(methods, tasks, [no_callback] * 3)
     assert [len(networks) for _, _, networks, *_ in trainings] == [3]
     assert not any(same_bank(a.bank, b.bank) for a, b in itertools.combinations(methods, 2))
 
 
 @pytest.mark.parametrize("differ", ["nothing", "generator", "samples", "replay", "used", "adapters", "recipe"])
 def test_lessons_are_equal_if_all_that_goes_in_is(differ: str, family: Family, stream: Stream) -> None:
-    samples = family.tpl.samples(stream[0], silent)
-    job, other = (method.training_job(stream[0], samples, silent) for method in (family.tpl, family.row))
+    samples = family.tpl.samples(stream[0], no_callback)
+    job, other = (method.training_job(stream[0], samples, no_callback) for method in (family.tpl, family.row))
     bank = copy.copy(other.bank)
     assert other.replay is not None and bank.used is not None
     if differ == "generator":
@@ -208,7 +208,7 @@ def test_hat_shares_the_first_lesson_with_tpl_and_no_later_one(stream: Stream, m
     trainings = spied(monkeypatch, training, "train")
     methods: list[Method] = [new(name) for name in ("tpl", "hat")]
     for task in stream[:2]:
-        learn_together(methods, [task] * 2, [silent] * 2)
+        learn_together(methods, [task] * 2, [no_callback] * 2)
     assert [len(networks) for _, _, networks, *_ in trainings] == [1, 1, 1]
     shapes = [[len(model.head_bias) for model in m.bank.tasks] for m in methods if isinstance(m, BankMethod)]
     assert shapes == [[2, 4], [2, 3]]
@@ -253,7 +253,7 @@ def test_rows_answer_is_its_formula(family: Family, stream: Stream, pixels: Tens
     """softmax(WP / 5) * max softmax(TP / 5) * MD_j / sum_i MD_i, with 0.8 Sigma + 0.2 I from the training images."""
     within, sure, close = [], [], []
     for t, z in enumerate(features_of(family.row, pixels)):
-        samples = family.row.samples(stream[t], silent)
+        samples = family.row.samples(stream[t], no_callback)
         known, y = features_of(family.row, samples.pixels)[t], samples.labels.numpy()
         means = np.stack([known[y == c].mean(axis=0) for c in range(SIZES[t])])
         covariance = (known - means[y]).T @ (known - means[y]) / len(y)
@@ -310,7 +310,7 @@ def test_the_back_update_shows_every_head_its_own_masks_features(family: Family,
     """The memory and as many new images, which are `others` to every earlier head."""
     assert [len(heads.bias) for heads, *_ in family.more_fits] == [1, 1, 1]  # of task 0, then of 0 and of 1
     remembered, owner = family.memories[2], family.more.memory_tasks(family.more.task_classes_)
-    known = features_of(family.more, family.more.samples(stream[2], silent).pixels)
+    known = features_of(family.more, family.more.samples(stream[2], no_callback).pixels)
     for t, (heads, features, labels, rows, lr, _) in enumerate(family.more_fits[1:]):
         count = len(remembered)
         assert features.shape[1] == 2 * count and len(rows) == 10 * -(-2 * count // 16) and lr == 0.01
@@ -329,7 +329,7 @@ def test_the_head_for_classes_sees_the_new_task_alone(family: Family, stream: St
     calls = [family.row_fits[0], family.row_fits[3]]  # after it come the heads for tasks: two groups each time
     assert len(family.row_fits) == 6
     for t, (heads, features, labels, rows, lr, momentum) in enumerate(calls, start=1):
-        samples = family.row.samples(stream[t], silent)
+        samples = family.row.samples(stream[t], no_callback)
         assert torch.equal(features[0], family.row.bank.outputs(samples.pixels, t).features)
         assert torch.equal(labels[0], samples.labels)
         assert rows.shape == (5 * -(-len(samples) // 32), 1, 32) and (lr, momentum) == (0.05, 0.9)
@@ -362,7 +362,7 @@ def test_heads_for_tasks_meet_as_many_of_their_own_as_of_others(family: Family) 
 
 def test_heads_for_tasks_are_shown_their_own_masks_features(family: Family, stream: Stream) -> None:
     owner = family.row.memory_tasks(family.row.task_classes_)
-    known = features_of(family.row, family.row.samples(stream[2], silent).pixels)
+    known = features_of(family.row, family.row.samples(stream[2], no_callback).pixels)
     shown = [*family.row_fits[4][1].unbind(), *family.row_fits[5][1].unbind()]
     for t, features in zip((0, 2, 1), shown, strict=True):
         count = len(family.memories[2])
@@ -511,8 +511,8 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
     stream: Stream, technique: str, first: str
 ) -> None:
     method = new("hat", technique=technique, memory=6, first_outliers=first)
-    samples = [method.samples(task, silent) for task in stream[:2]]
-    replay = method.training_job(stream[0], samples[0], silent).replay
+    samples = [method.samples(task, no_callback) for task in stream[:2]]
+    replay = method.training_job(stream[0], samples[0], no_callback).replay
     if (technique, first) != ("oe", "misplaced"):  # a box of a task's own image, as mixoe would paste, is no outlier
         assert replay is None
     else:
@@ -522,7 +522,7 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
         assert {int(image.sum()) for image in replay.pixels} <= inks  # the task's own, and yet none of them
         assert not any(torch.equal(a, b) for a in replay.pixels for b in samples[0].pixels)
     method.learn(stream[0])
-    stored = method.training_job(stream[1], samples[1], silent).replay
+    stored = method.training_job(stream[1], samples[1], no_callback).replay
     assert stored is not None and torch.equal(
         stored.pixels, method.memory.pixels(method.preprocess, method.compute.device)
     )

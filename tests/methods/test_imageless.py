@@ -14,7 +14,7 @@ from handwriting import digits
 from tensors import differences, tensors_of
 from tpl import Learner, Task, TplError
 from tpl.bench.evaluate import Evaluator
-from tpl.engine import silent
+from tpl.engine import no_callback
 from tpl.methods import learn_together
 from tpl.methods.base import UNKNOWN
 from tpl.methods.plus import TPLPlus
@@ -180,7 +180,7 @@ def test_with_and_without_images_side_by_side(small_stream: Stream) -> None:
     learners = [new_learner("tpl", kind) for kind in ("images", "features", "none")]
     methods = [method_of(learner) for learner in learners]
     for task in small_stream[:2]:
-        learn_together(methods, [task] * 3, [silent] * 3)
+        learn_together(methods, [task] * 3, [no_callback] * 3)
     images, features, none = methods
     assert len(images.memory) > 0 == len(features.memory) and images.memory_bytes == images.memory.bytes_used
     assert features.memory_bytes > none.memory_bytes > 0

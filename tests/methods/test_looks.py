@@ -13,7 +13,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.bench.evaluate import Evaluator
-from tpl.engine import choose_compute, silent
+from tpl.engine import choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.export.file import export_onnx
 from tpl.methods import learn_together
@@ -117,7 +117,7 @@ def test_looks_do_not_change_what_is_trained_and_are_no_twins(small_stream: Stre
     learners = [learner_for(looks=looks) for looks in ("upright", "mirrored")]
     evaluators = [Evaluator(small_stream, each.method) for each in learners]
     evaluators[1].beside = evaluators[:1]
-    learn_together([each.method for each in learners], [small_stream[0]] * 2, [silent] * 2)
+    learn_together([each.method for each in learners], [small_stream[0]] * 2, [no_callback] * 2)
     first, second = (method_of(each).bank for each in learners)
     assert second.same_as is first
     for evaluator in evaluators:

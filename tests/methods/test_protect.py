@@ -151,7 +151,7 @@ class Trained:
         self.seen: list[list[tuple[Tensor, ...]]] = []  # by stage, every task's features and logits
         self.events: list[Event] = []
         for task in stream:
-            self.learner.learn(task, held_out=0, listen=self.events.append)
+            self.learner.learn(task, held_out=0, callback=self.events.append)
             self.seen.append([tuple(self.bank.outputs(self.probe, t)) for t in range(len(self.bank.tasks))])
 
 

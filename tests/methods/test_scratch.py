@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpl import Learner, Task
-from tpl.engine import Compute, Event, silent
+from tpl.engine import Compute, Event, no_callback
 from tpl.errors import TplError
 from tpl.methods import learn_together, load_methods
 from tpl.methods.bank import BankMethod
@@ -127,7 +127,7 @@ def test_methods_over_one_bank_train_once_and_other_seeds_one_after_the_other(st
     together = [learner_for(name, epochs=1) for name in names]
     together.append(learner_for("tpl", epochs=1, seed=1))
     for task in stream[:2]:
-        learn_together([each.method for each in together], [task] * 5, [silent] * 5)
+        learn_together([each.method for each in together], [task] * 5, [no_callback] * 5)
     kernels = []
     for each in together:
         assert isinstance(each.method, BankMethod)

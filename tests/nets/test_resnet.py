@@ -109,7 +109,7 @@ def test_a_task_looks_at_no_weight_that_its_gates_leave_free(
     """By autograd, the shortcuts included; and moving all free weights does not move one bit of the features."""
     encoder, kernels, images = tiny
     mask = some_mask(kernels)
-    norms = encoder.settled(some_norms(encoder), kernels.weights.fold(mask), [images], torch.float32)
+    norms = encoder.reestimated_norms(some_norms(encoder), kernels.weights.fold(mask), [images], torch.float32)
     gate = kernels.gates(mask).kernels
     features = encoder(images, norms, kernels.weights.fold(mask), learning=learning)
     slope = torch.randn(features.shape, generator=random(2))
@@ -125,12 +125,12 @@ def test_settled_statistics_are_those_of_the_batches(tiny: tuple[ResNetEncoder, 
     """With one batch, answers go by the very statistics that a training step would have used."""
     encoder, kernels, images = tiny
     norms, weights = some_norms(encoder), kernels.weights.fold(some_mask(kernels))
-    settled = encoder.settled(norms, weights, [images], torch.float32)
+    settled = encoder.reestimated_norms(norms, weights, [images], torch.float32)
     assert torch.equal(settled[:2], norms[:2]) and not torch.equal(settled[2:], norms[2:])
     stepped = encoder(images, norms, weights, learning=True)
     torch.testing.assert_close(encoder(images, settled, weights), stepped, rtol=1e-3, atol=1e-4)
     # Over several batches, the stem's are the plain mean and variance of all images together.
-    several = encoder.settled(norms, weights, images.split(2), torch.float32)
+    several = encoder.reestimated_norms(norms, weights, images.split(2), torch.float32)
     stem = nn.functional.conv2d(images, encoder.layout.kernels(kernels.kernels)[0], padding=1)
     torch.testing.assert_close(several[2, :8], stem.mean(dim=(0, 2, 3)).detach())
     torch.testing.assert_close(several[3, :8], stem.var(dim=(0, 2, 3), unbiased=False).detach())

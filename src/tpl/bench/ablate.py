@@ -14,7 +14,7 @@ from torch import Tensor
 from tpl.bench import metrics
 from tpl.bench.outputs import RunOutputs, run_outputs
 from tpl.bench.results import RunResult
-from tpl.engine import Event, Listener, silent
+from tpl.engine import Callback, Event, no_callback
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs
@@ -89,7 +89,7 @@ def ablate(
     weights: Path | None,
     device: str,
     only: Sequence[str] = (),
-    listen: Listener = silent,
+    callback: Callback = no_callback,
 ) -> list[dict[str, Any]]:
     """Last, task prediction and pooled AUROC of every variant, after the final task.
 
@@ -103,12 +103,12 @@ def ablate(
     if unknown:
         raise TplError(f"{name} has no group of variants '{unknown[0]}'; there are {', '.join(groups_of(name))}.")
     method = cast(TPL, Learner.load(run / "model", weights, device).method)
-    outputs = run_outputs(run, description, data, lambda: method, listen).to(method.compute.device)
-    return measure_variants(method, outputs, only, listen)
+    outputs = run_outputs(run, description, data, lambda: method, callback).to(method.compute.device)
+    return measure_variants(method, outputs, only, callback)
 
 
 def measure_variants(
-    method: TPL, outputs: RunOutputs, only: Sequence[str] = (), listen: Listener = silent
+    method: TPL, outputs: RunOutputs, only: Sequence[str] = (), callback: Callback = no_callback
 ) -> list[dict[str, Any]]:
     """The same for a method in hand; it is left as it was."""
     measure = _Measure(method, outputs)
@@ -117,11 +117,11 @@ def measure_variants(
         for name, v in BY_METHOD[method.name].items()
         if (not v.group or not only or v.group in only) and _possible(method, v)
     }
-    listen(Event("phase", {"phase": "measuring variants", "steps": len(wanted)}))
+    callback(Event("phase", {"phase": "measuring variants", "steps": len(wanted)}))
     rows = []
     for name, v in wanted.items():
         rows.append({"variant": name, "group": v.group, "changes": v.changes, "memory_share": v.memory} | measure(v))
-        listen(Event("step", {"steps": 1}))
+        callback(Event("step", {"steps": 1}))
     method.rescore(**measure.trained)
     return rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute
-from tpl.engine import Listener, RunLabel, labelled
+from tpl.engine import Callback, RunLabel, labelled
 
 BENCHMARK = "digits-5t"
 METHODS = ("finetune", "tpl", "joint")
@@ -37,7 +37,7 @@ class DemoResult:
 
 
 def run_demo(
-    out: Path, device: str, seed: int, resume: bool, listen: Listener, epochs: int | None = None
+    out: Path, device: str, seed: int, resume: bool, callback: Callback, epochs: int | None = None
 ) -> DemoResult:
     """Run all three, one after the other; `resume` keeps what an interrupted demo has finished.
 
@@ -51,6 +51,6 @@ def run_demo(
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is there to be watched
         label = RunLabel(method, number, len(METHODS))
-        runs[method] = execute(spec, place, resume, labelled(listen, label))
+        runs[method] = execute(spec, place, resume, labelled(callback, label))
         places.append(place)
     return DemoResult(runs, places)

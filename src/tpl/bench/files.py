@@ -9,7 +9,7 @@ from typing import Any
 
 from tpl.bench.environment import describe_environment
 from tpl.bench.spec import RunSpec
-from tpl.engine import Event, Listener
+from tpl.engine import Callback, Event
 from tpl.errors import TplError
 from tpl.files import replace_text
 from tpl.learner import Learner
@@ -23,10 +23,10 @@ class RunError(TplError):
 class EventLog:
     """Writes events down, one JSON object a line, and passes them on."""
 
-    def __init__(self, file: Path, listen: Listener) -> None:
-        self.file, self.listen = file, listen
+    def __init__(self, file: Path, callback: Callback) -> None:
+        self.file, self.callback = file, callback
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> Callback:
         self.stream = self.file.open("a", encoding="utf-8")
         return self._tell
 
@@ -37,7 +37,7 @@ class EventLog:
         if event.kind != "prepare":  # too many, and of no interest afterwards
             self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
             self.stream.flush()
-        self.listen(event)
+        self.callback(event)
 
 
 def write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learner) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import ReadTable
-from tpl.engine import Event, Listener, silent
+from tpl.engine import Callback, Event, no_callback
 from tpl.errors import TplError
 from tpl.files import sha256
 from tpl.methods import Method
@@ -78,7 +78,7 @@ def run_outputs(
     description: dict[str, Any],
     data: Path | None,
     load: Callable[[], Method],
-    listen: Listener = silent,
+    callback: Callback = no_callback,
 ) -> RunOutputs:
     """The run's outputs: read where they are kept, else computed from the images in `data` and kept.
 
@@ -97,7 +97,7 @@ def run_outputs(
             raise TplError(f"The images in {data or 'the data set'} are not those that {run} was measured on.")
     except TplError as error:
         raise TplError(f"{problem}{error}") from error
-    outputs = compute_outputs(load(), stream, listen)
+    outputs = compute_outputs(load(), stream, callback)
     _keep(run, description, outputs)
     return outputs
 
@@ -143,9 +143,9 @@ def stream_of(description: dict[str, Any], data: Path | None) -> Stream:
     )
 
 
-def compute_outputs(method: Method, stream: Stream, listen: Listener = silent) -> RunOutputs:
+def compute_outputs(method: Method, stream: Stream, callback: Callback = no_callback) -> RunOutputs:
     """Show every task's test images to every task's model; no more than one task's images are held at a time."""
-    listen(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
+    callback(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
     check_unchanged(method, [task.classes for task in stream])
     parts: list[Seen] = []
     labels, offset = [], 0
@@ -156,7 +156,7 @@ def compute_outputs(method: Method, stream: Stream, listen: Listener = silent) -
         parts.append(method.forward(pixels, {KEEP}).cpu())
         labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
         offset += len(task.classes)
-        listen(Event("step", {"steps": 1}))
+        callback(Event("step", {"steps": 1}))
     seen, joined = Seen.joined(parts), torch.cat(labels)
     owner = task_of_class([task.classes for task in stream])
     return RunOutputs(seen.outputs, joined, owner[joined], seen.common)

@@ -14,7 +14,7 @@ from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.run import RunSpec
-    from tpl.engine import Listener
+    from tpl.engine import Callback
 
 # torch and timm are imported by the functions that run something: committed evidence is judged without them.
 
@@ -98,7 +98,7 @@ def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
             ]
 
 
-def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[Run]:
+def run_rows(rows: Sequence[Row], settings: Settings, callback: Callback) -> list[Run]:
     """Make the runs that rows take, each once; those that an earlier call finished are read, not repeated."""
     if not rows:
         return []
@@ -115,7 +115,7 @@ def run_rows(rows: Sequence[Row], settings: Settings, listen: Listener) -> list[
     for number, (places, specs) in enumerate(batches.items()):
         first = specs[0]
         label = RunLabel(f"{first.method} on {first.benchmark}, {first.encoder}", number, len(batches))
-        results = execute_together(specs, places, True, labelled(listen, label))
+        results = execute_together(specs, places, True, labelled(callback, label))
         for place, result in zip(places, results, strict=True):
             made.append(Run(place, result.description, result.summary, result.matrices["cil"].tolist()))
     return made

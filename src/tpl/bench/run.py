@@ -25,7 +25,7 @@ from tpl.bench.files import EventLog, RunError, data_hashes, stage_file, write_d
 from tpl.bench.results import RunResult, numbers_so_far, summarise
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
-from tpl.engine import Event, Listener, RunLabel, current, labelled, silent
+from tpl.engine import Callback, Event, RunLabel, current, labelled, no_callback
 from tpl.learner import Learner, learn_side_by_side
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore
@@ -35,22 +35,22 @@ __all__ = ["RunError", "RunSpec", "data_hashes", "execute", "execute_together"]
 
 
 def execute(
-    spec: RunSpec, out: Path, resume: bool = False, listen: Listener = silent, track: Sequence[str] = ()
+    spec: RunSpec, out: Path, resume: bool = False, callback: Callback = no_callback, track: Sequence[str] = ()
 ) -> RunResult:
     """Run `spec` in the directory `out`; an interrupted run goes on where its last task ended."""
-    return execute_together([spec], [out], resume, listen, track)[0]
+    return execute_together([spec], [out], resume, callback, track)[0]
 
 
 def execute_together(
     specs: Sequence[RunSpec],
     places: Sequence[Path],
     resume: bool = False,
-    listen: Listener = silent,
+    callback: Callback = no_callback,
     track: Sequence[str] = (),
 ) -> list[RunResult]:
     """Several runs in step, e.g. the class orders that a protocol averages over: on a GPU they share its passes.
 
-    Every run has a directory of its own, as if it had run alone. `listen` hears all runs, of several with their labels;
+    Every run has a directory of its own, as if it had run alone. `callback` gets the events of all runs, labelled;
     `track` names trackers (see `tpl.bench.trackers`), which hear every run. Of several processes, all train, and the
     first one does the rest.
     """
@@ -66,7 +66,7 @@ def execute_together(
         going = [run for run in runs if not run.finished]
         for number, run in enumerate(runs):
             if run in going:
-                run.begin(labelled(listen, labels[number]), track)
+                run.begin(labelled(callback, labels[number]), track)
         if processes.leads:
             for number, run in enumerate(going):
                 run.evaluator.beside = [earlier.evaluator for earlier in going[:number]]
@@ -85,8 +85,8 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
         return
     started = time.perf_counter()
     runs, tasks = zip(*pairs, strict=True)
-    shares, listeners = [run.spec.held_out for run in runs], [run.tell for run in runs]
-    learn_side_by_side([run.learner for run in runs], tasks, shares, listeners)
+    shares, callbacks = [run.spec.held_out for run in runs], [run.emit for run in runs]
+    learn_side_by_side([run.learner for run in runs], tasks, shares, callbacks)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
 
@@ -95,7 +95,7 @@ class OpenRun:
     """A run in progress: its stream, its learner, and the files that tell of it."""
 
     learner: Learner
-    tell: Listener
+    emit: Callback
 
     def __init__(self, spec: RunSpec, out: Path, resume: bool) -> None:
         self.spec, self.out = spec, out
@@ -146,7 +146,7 @@ class OpenRun:
             self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
         self.tasks = enumerate(self.stream.once())
 
-    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+    def begin(self, callback: Callback, track: Sequence[str] = ()) -> None:
         """Take up what an earlier process has learned, and tell what is to be done."""
         self.take_up()
         spec = self.spec
@@ -154,21 +154,21 @@ class OpenRun:
         self.evaluator = Evaluator(self.stream, self.learner.method)
         events = self.out / "events.jsonl"
         tracked = self._tracked(events) if track else None
-        log = self._open.enter_context(EventLog(events, listen))
+        log = self._open.enter_context(EventLog(events, callback))
         tracking = Tracking(track, tracked, log) if tracked else None
         if tracking:
             self._open.callback(tracking.close)
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             if event.kind == "trained":
                 self.trained = event.data
             log(event)
             if tracking:
                 tracking(event)
 
-        self.tell = tell
-        tell(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
-        _warn_about_leaks(spec, tell)
+        self.emit = emit
+        emit(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
+        _warn_about_leaks(spec, emit)
 
     def _tracked(self, events: Path) -> TrackedRun:
         """What trackers are told of this run before it begins."""
@@ -204,7 +204,7 @@ class OpenRun:
         content["peak_device_bytes"] = method.compute.peak_memory()
         write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}
-        self.tell(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
+        self.emit(Event("stage", {"stage": stage} | {kind: content[kind] for kind in ("cil", "til", "tp")} | so_far))
 
     def result(self) -> RunResult:
         """The numbers of the finished run."""
@@ -218,7 +218,7 @@ class OpenRun:
 class FollowedRun(OpenRun):
     """A run in a process that trains along with the first one, which keeps the files, measures and tells."""
 
-    tell = staticmethod(silent)
+    emit = staticmethod(no_callback)
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +226,7 @@ class FollowedRun(OpenRun):
     def check_directory(self, resume: bool) -> None:
         """The first process has."""
 
-    def begin(self, listen: Listener, track: Sequence[str] = ()) -> None:
+    def begin(self, callback: Callback, track: Sequence[str] = ()) -> None:
         """Take up what an earlier process has learned."""
         self.take_up()
 
@@ -263,7 +263,7 @@ def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: i
     return work | {"environment": environment}
 
 
-def _warn_about_leaks(spec: RunSpec, tell: Listener) -> None:
+def _warn_about_leaks(spec: RunSpec, emit: Callback) -> None:
     if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
         text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
-        tell(Event("warning", {"text": text}))
+        emit(Event("warning", {"text": text}))

@@ -20,7 +20,7 @@ from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_o
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
 from tpl.bench.run import RunSpec, execute_together
-from tpl.engine import Event, Listener, RunLabel, labelled, silent
+from tpl.engine import Callback, Event, RunLabel, labelled, no_callback
 from tpl.errors import TplError
 from tpl.files import replace_text
 from tpl.learner import Learner
@@ -36,7 +36,7 @@ PRINTED_AS = {"klm": "kl-matching"}  # where the paper's table is keyed otherwis
 
 
 def study(
-    spec: RunSpec, orders: Sequence[str], out: Path, names: Sequence[str] = ALL, listen: Listener = silent
+    spec: RunSpec, orders: Sequence[str], out: Path, names: Sequence[str] = ALL, callback: Callback = no_callback
 ) -> dict[str, Any]:
     """Train what is not trained yet under `out`, measure every detector of `names`, and fit accuracy against AUROC.
 
@@ -51,12 +51,14 @@ def study(
     todo |= {technique: ["msp"] for technique in TRAINED if technique in names}
     for number, (technique, detectors) in enumerate(todo.items()):
         label = RunLabel("hat" if technique == PLAIN else technique, number, len(todo))
-        places = _trained(spec, orders, out, technique, labelled(listen, label))
-        listen(Event("phase", {"phase": f"measuring detectors of {label.name}", "steps": len(places) * len(detectors)}))
+        places = _trained(spec, orders, out, technique, labelled(callback, label))
+        callback(
+            Event("phase", {"phase": f"measuring detectors of {label.name}", "steps": len(places) * len(detectors)})
+        )
         for place in places:
             for name, row in _measured(place, spec, detectors):
                 found.setdefault(name if technique == PLAIN else technique, []).append(row)
-                listen(Event("step", {"steps": 1}))
+                callback(Event("step", {"steps": 1}))
     rows = [_row(name, spec.benchmark, found[name]) for name in names]
     result = {
         "benchmark": spec.benchmark,
@@ -71,12 +73,12 @@ def study(
     return result
 
 
-def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, listen: Listener) -> list[Path]:
+def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, callback: Callback) -> list[Path]:
     """Directories of finished runs, one a class order."""
     options = {"also": "all"} if technique == PLAIN else {"technique": technique, "store": True}
     specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
     places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
-    execute_together(specs, places, resume=True, listen=listen)
+    execute_together(specs, places, resume=True, callback=callback)
     return places
 
 

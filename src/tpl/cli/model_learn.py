@@ -155,9 +155,9 @@ def _learn(store: ModelStore, given: Labelled, wish: Wish, progress: WorkProgres
         chosen = _choose(learner, ready, wish)
         task = as_task(ready, _task_name(given))
         if wish.update:
-            learner.update(task, listen=progress, held_out=wish.held_out)
+            learner.update(task, callback=progress, held_out=wish.held_out)
         else:
-            learner.learn(task, name=wish.name, held_out=wish.held_out, listen=progress, source=given.origin)
+            learner.learn(task, name=wish.name, held_out=wish.held_out, callback=progress, source=given.origin)
         learner.save(store.path)
     record = learner.tasks_[-1]
     measured = not wish.update

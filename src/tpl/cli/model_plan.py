@@ -116,14 +116,14 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     few = given.images.select(_some_of_each(given))
     trained: dict[str, float] = {}
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         if event.kind == "trained":
             trained.update(event.data)
 
     old = [len(images) for images in memory.exemplars] if memory is not None else []
     set_options(learner, epochs=1, batch_size=min(learner.method.config.batch_size, max(1, len(few) // 2)))
     started = time.perf_counter()
-    learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, listen=listen)
+    learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, callback=callback)
     around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory seen by every task
     speed = trained["images"] / trained["seconds"]
     passes = epochs * train * (2 if replayed else 1)

@@ -3,7 +3,7 @@
 from tpl.engine.batches import IGNORED, ROTATIONS, Batches, Feed, RotationClasses, Samples
 from tpl.engine.compute import BLOCK, CapturedFunction, Compute, Inference, choose_compute, uses_cuda_graphs
 from tpl.engine.distributed import Processes, current, joined
-from tpl.engine.events import Event, Listener, RunLabel, labelled, silent
+from tpl.engine.events import Callback, Event, RunLabel, labelled, no_callback
 from tpl.engine.optim import Adam, GatedSGD
 from tpl.engine.train import CapturedStep, Objective, Recipe, Step, batches_of_images, train
 
@@ -13,6 +13,7 @@ __all__ = [
     "ROTATIONS",
     "Adam",
     "Batches",
+    "Callback",
     "CapturedFunction",
     "CapturedStep",
     "Compute",
@@ -20,7 +21,6 @@ __all__ = [
     "Feed",
     "GatedSGD",
     "Inference",
-    "Listener",
     "Objective",
     "Processes",
     "Recipe",
@@ -33,7 +33,7 @@ __all__ = [
     "current",
     "joined",
     "labelled",
-    "silent",
+    "no_callback",
     "train",
     "uses_cuda_graphs",
 ]

@@ -36,13 +36,13 @@ class Event:
     run: RunLabel = RunLabel()
 
 
-Listener = Callable[[Event], None]
+Callback = Callable[[Event], None]
 
 
-def silent(event: Event) -> None:
+def no_callback(event: Event) -> None:
     """A callback that does nothing."""
 
 
-def labelled(listen: Listener, label: RunLabel) -> Listener:
-    """A listener that calls `listen` with every event, labelled with its run."""
-    return lambda event: listen(replace(event, run=event.run.within(label)))
+def labelled(callback: Callback, label: RunLabel) -> Callback:
+    """A callback that passes every event on to `callback`, labelled with its run."""
+    return lambda event: callback(replace(event, run=event.run.within(label)))

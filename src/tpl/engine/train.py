@@ -18,7 +18,7 @@ from tpl.config import Config, option
 from tpl.engine.batches import IGNORED, Batches, Feed, RotationClasses, Samples, StepInputs
 from tpl.engine.compute import capture, uses_cuda_graphs
 from tpl.engine.distributed import Processes, current
-from tpl.engine.events import Event, Listener
+from tpl.engine.events import Callback, Event
 from tpl.engine.optim import GatedSGD
 from tpl.errors import TplError
 
@@ -235,9 +235,9 @@ def train(
     networks: Sequence[Batches],
     recipe: Recipe,
     normalise: Callable[[Tensor], Tensor],
-    listeners: Sequence[Listener],
+    callbacks: Sequence[Callback],
 ) -> None:
-    """Train as long and as fast as the recipe says; a listener for each network.
+    """Train as long and as fast as the recipe says; a callback for each network.
 
     The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
     run, they share every batch (see `distributed`).
@@ -258,18 +258,18 @@ def train(
             if recipe.schedule != "constant":
                 optimiser.scale_rate(recipe.rate_at(number / (epochs * feed.steps)))
             step(progress[number % cycle], inputs)
-        for loss, listen in zip((plain.total / feed.steps).tolist(), listeners, strict=True):
+        for loss, callback in zip((plain.total / feed.steps).tolist(), callbacks, strict=True):
             if not math.isfinite(loss):
                 raise TplError(
                     f"The loss became {loss} in epoch {epoch + 1}: the learning rate is too high for this data. "
                     "Lower it with --lr; nothing of this task was stored."
                 )
-            listen(Event("epoch", {"epoch": epoch + 1, "epochs": epochs, "loss": loss}))
+            callback(Event("epoch", {"epoch": epoch + 1, "epochs": epochs, "loss": loss}))
     if isinstance(plain, SharedStep):
         plain.align()
     seconds = time.perf_counter() - started
-    for listen in listeners:
-        listen(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))
+    for callback in callbacks:
+        callback(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))
 
 
 def _check_agreement(processes: Processes, networks: Sequence[Batches]) -> None:

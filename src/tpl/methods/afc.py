@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Listener, Samples
+from tpl.engine import IGNORED, Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.balanced import balanced
 from tpl.methods.parts.distill import mean_of
@@ -127,19 +127,19 @@ class AFC(RehearsalMethod):
         """A network without classes."""
         return ProxyNetwork(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Place proxies, train with consolidation, balance the proxies, weigh the channels, remember."""
         config, known, old = self.config, len(self.classes_), self.old_samples()
         teacher = self.network.copy() if known else None
         new = self.grow(task, samples)
         self.place_proxies(samples, known)
-        self.fit(new, listen, Consolidation(self.network, config.margin, teacher, config.consolidation), old)
+        self.fit(new, callback, Consolidation(self.network, config.margin, teacher, config.consolidation), old)
         epochs = math.ceil(config.balanced_epochs * config.epochs)
         if old is not None and epochs:
             recipe = config.replace(epochs=epochs, lr=config.balanced_lr * config.lr)
             chosen, proxies = balanced(new, old, self.generator("balance")), self.network.head_weight
             objective = Consolidation(self.network, config.margin)
-            self.fit(chosen, listen, objective, None, recipe, "balancing", [proxies])
+            self.fit(chosen, callback, objective, None, recipe, "balancing", [proxies])
         seen = [new] if old is None else [new, old]
         self.network.importance.copy_(importances(self.network, seen, config.margin, self.normalise))
         self.remember(task, samples)

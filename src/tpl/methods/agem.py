@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.engine import Listener, Samples
+from tpl.engine import Callback, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalMethod
@@ -73,8 +73,8 @@ class AGEM(RehearsalMethod):
     cost = "new and remembered images, a backward pass each; one pass an answer"
     from_scratch = True
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train on the new images, watched over by the stored ones; then store some of the new."""
         new, old = self.grow(task, samples), self.old_samples()
-        self.fit(new, listen, ProjectedGradient(self.network) if old is not None else None, old)
+        self.fit(new, callback, ProjectedGradient(self.network) if old is not None else None, old)
         self.remember(task, samples)

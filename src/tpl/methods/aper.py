@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -82,20 +82,20 @@ class APER(NetworkMethod):
         self.sums = torch.zeros(0, 2 * encoder.dim, dtype=torch.float64, device=device)  # of the classes' embeddings
         self.counts = torch.zeros(0, dtype=torch.float64, device=device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Adapt to a first task; then take up the classes' prototypes."""
         if not len(self.counts):
-            self.adapt(task, samples, listen)
+            self.adapt(task, samples, callback)
         new, first = len(task.classes), len(self.classes_)
         self.sums, self.counts = F.pad(self.sums, (0, 0, 0, new)), F.pad(self.counts, (0, new))
         self.take_up(samples.pixels, samples.labels + first)
 
-    def adapt(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def adapt(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train adapters, norms, cosine head and its scale; the head has then done its work."""
         network, scale = self.network, nn.Parameter(torch.ones_like(self.scale))
         own = self.grow(task, samples)
         trainable = [p for p in network.parameters() if p is not network.head_bias]
-        self.fit(own, listen, CosineCrossEntropy(network, scale), trainable=[*trainable, scale])
+        self.fit(own, callback, CosineCrossEntropy(network, scale), trainable=[*trainable, scale])
         self.scale = scale.detach()
         for _ in task.classes:
             network.drop(0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config
-from tpl.engine import Compute, Event, Inference, Listener, Samples, silent
+from tpl.engine import Callback, Compute, Event, Inference, Samples, no_callback
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.names import refuse_unknown
@@ -113,7 +113,7 @@ class Method(ABC):
     # What a method must say
 
     @abstractmethod
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Learn one task; `samples` are its training images as the encoder takes them."""
 
     @abstractmethod
@@ -222,19 +222,19 @@ class Method(ABC):
         """Features of uint8 images under given norms and adapter weights."""
         return Inference(unstacked(self.encoder, self.compute.dtype), self.compute, self.normalise)
 
-    def learn(self, task: Task, listen: Listener = silent, held: Samples | None = None) -> None:
+    def learn(self, task: Task, callback: Callback = no_callback, held: Samples | None = None) -> None:
         """Learn one more task, or stay as before if that fails or is interrupted.
 
         The task's classes must be new (a cumulative method starts afresh instead). `held` are images of them that are
         not trained on.
         """
-        with self.learning(task, listen, held) as samples:
-            self.learn_task(task, samples, listen)
+        with self.learning(task, callback, held) as samples:
+            self.learn_task(task, samples, callback)
 
-    def update(self, task: Task, held: Samples, listen: Listener = silent) -> None:
+    def update(self, task: Task, held: Samples, callback: Callback = no_callback) -> None:
         """Take up more images of known classes, or stay as before if that fails or is interrupted."""
-        listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
-        samples = self.samples(task, listen)
+        callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
+        samples = self.samples(task, callback)
         with self._attempt():
             self.update_classes(task, samples, held)
 
@@ -273,7 +273,7 @@ class Method(ABC):
         return torch.tensor(numbers, device=samples.labels.device)[samples.labels]
 
     @contextmanager
-    def learning(self, task: Task, listen: Listener, held: Samples | None = None) -> Iterator[Samples]:
+    def learning(self, task: Task, callback: Callback, held: Samples | None = None) -> Iterator[Samples]:
         """Check a task and hand over its samples; afterwards it counts as learned, or nothing has happened.
 
         The last of it is to note what the new model says of the `held` images.
@@ -285,8 +285,8 @@ class Method(ABC):
         empty = [name for name, count in zip(task.classes, counts, strict=True) if count == 0]
         if empty:
             raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
-        listen(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
-        samples = self.samples(task, listen)
+        callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
+        samples = self.samples(task, callback)
         with self._attempt():
             if self.cumulative:
                 self.task_classes_ = []
@@ -317,17 +317,17 @@ class Method(ABC):
             self.memory.restore(exemplars)
         self.load_state(state)
 
-    def samples(self, task: Task, listen: Listener) -> Samples:
+    def samples(self, task: Task, callback: Callback) -> Samples:
         """The task's training images, decoded and resized once, on the compute device if they fit."""
-        return self.samples_of(task.train, listen)
+        return self.samples_of(task.train, callback)
 
-    def samples_of(self, images: ImageSet, listen: Listener) -> Samples:
+    def samples_of(self, images: ImageSet, callback: Callback) -> Samples:
         """Any labelled images, decoded and resized once, on the compute device if they fit."""
         count, device = len(images), self.compute.device
         fits = self.compute.room_for(count * self.preprocess.bytes_per_image)
         pixels = self.preprocess.batch(
             images,
-            lambda n: listen(Event("prepare", {"done": n, "images": count})),
+            lambda n: callback(Event("prepare", {"done": n, "images": count})),
             device if fits else None,
         )
         labels = torch.tensor(np.asarray(images.labels), dtype=torch.long)

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Listener, Recipe, Samples
+from tpl.engine import IGNORED, Callback, Recipe, Samples
 from tpl.methods.base import register, task_of_class
 from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
@@ -72,7 +72,7 @@ class BEEF(ExpansionMethod):
     config_class = BEEFConfig
     config: BEEFConfig
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Expand, train the new extractor alone, fuse, remember."""
         network, known, old = self.network, len(self.classes_), self.old_samples()
         if known:
@@ -82,7 +82,7 @@ class BEEF(ExpansionMethod):
         owner = task_of_class(self.task_classes_).to(self.compute.device)
         objective = BiCompatible(network, owner, len(task.classes), self.config, self.generator("heads"))
         body = [p for n, p in network.named_parameters() if not n.startswith("head")]
-        self.fit(new, listen, objective, old, trainable=[*body, *objective.parameters()])
+        self.fit(new, callback, objective, old, trainable=[*body, *objective.parameters()])
         backward, forward = objective.backward.detached(), objective.new.detached()
         scale, shift = self.fused(backward, forward, owner, new, old)
         network.load_head(*merged(network, backward, forward, owner, scale, shift))

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Listener, Recipe, Samples
+from tpl.engine import Callback, Recipe, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.balanced import balanced, fit_rows
 from tpl.methods.parts.expansion import ExpandedNetwork, ExpansionMethod, Head
@@ -72,7 +72,7 @@ class DER(ExpansionMethod):
     config_class = DERConfig
     config: DERConfig
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Expand, train the new extractor and the classifier, balance that, remember."""
         known, network, old = len(self.classes_), self.network, self.old_samples()
         if known:
@@ -81,10 +81,10 @@ class DER(ExpansionMethod):
         if known:
             objective = AuxiliaryLoss(network, known, self.config.auxiliary, self.generator("auxiliary"))
             trainable = [*network.parameters(), *objective.head]
-            self.fit(new, listen, objective, old, trainable=trainable)
+            self.fit(new, callback, objective, old, trainable=trainable)
             self.balance(new, old, known)
         else:
-            self.fit(new, listen)
+            self.fit(new, callback)
         self.remember(task, samples)
 
     def balance(self, new: Samples, old: Samples | None, known: int) -> None:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Event, Listener, Samples, batches_of_images
+from tpl.engine import IGNORED, Callback, Compute, Event, Samples, batches_of_images
 from tpl.methods.base import register
 from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
@@ -92,7 +92,7 @@ class DERpp(NetworkMethod):
         self.memory = Reservoir(config.memory, seed=seed)
         self.stored_logits = torch.zeros(0, 0, device=compute.device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train on new and stored images, and note the logits of those that will be stored on the way."""
         admission = self.memory.admit(samples.labels, self.generator("reservoir"))
         epochs = torch.randint(self.config.epochs, admission.entering.shape, generator=self.generator("moments"))
@@ -106,9 +106,9 @@ class DERpp(NetworkMethod):
                 due = torch.nonzero(epochs == event.data["epoch"] - 1).squeeze(1)
                 if self.encoder.batch_norms:  # an answer goes by statistics, and those of training have moved since
                     batches = self.config.batches(new, replay, self.generator("statistics"), whole=True)
-                    self.network.settle(batches_of_images(batches, self.normalise))
+                    self.network.reestimate_norms(batches_of_images(batches, self.normalise))
                 noted[due] = self.logits(samples.pixels[admission.entering[due]])
-            listen(event)
+            callback(event)
 
         self.fit(new, note, self.objective() if replay is not None else None, replay)
         widened = F.pad(self.stored_logits, (0, len(task.classes)))[admission.kept]

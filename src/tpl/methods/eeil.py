@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpl.config import option
-from tpl.engine import Listener, Samples, silent
+from tpl.engine import Callback, Samples, no_callback
 from tpl.methods.base import register
 from tpl.methods.parts.balanced import BalancingConfig, balanced
 from tpl.methods.parts.distill import Distillation, side_by_side
@@ -52,16 +52,16 @@ class EEIL(RehearsalMethod):
     config_class = EEILConfig
     config: EEILConfig
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train with the old network for a teacher; then balance, with the trained one for a teacher."""
         config, old = self.config, self.old_samples()
         tasks = side_by_side([len(classes) for classes in (*self.task_classes_, task.classes)])
         new = self.grow(task, samples)
         teachers = [(self.network.copy(), tasks[:-1])] if self.classes_ else []
-        self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
+        self.fit(new, callback, Distillation(self.network, teachers, config.temperature), old)
         balancing = config.balancing()
         if old is not None and balancing is not None:
             objective = Distillation(self.network, [(self.network.copy(), tasks)], config.temperature)
             few = balanced(new, old, self.generator("balanced set"))
-            self.fit(few, silent, objective, recipe=balancing, name="balancing")
+            self.fit(few, no_callback, objective, recipe=balancing, name="balancing")
         self.remember(task, samples)

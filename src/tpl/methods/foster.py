@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Listener, Samples
+from tpl.engine import IGNORED, Callback, Samples
 from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.distill import mean_of, soft_cross_entropy
@@ -77,17 +77,17 @@ class FOSTER(RehearsalMethod):
     config_class = FOSTERConfig
     config: FOSTERConfig
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Boost, compress, remember; the first task is plain training."""
         old = self.old_samples()
         if not self.classes_:
-            self.fit(self.grow(task, samples), listen)
+            self.fit(self.grow(task, samples), callback)
         else:
-            teacher = self.boosted(task, samples, old, listen)
-            self.compress(teacher, self.grow(task, samples), old, listen)
+            teacher = self.boosted(task, samples, old, callback)
+            self.compress(teacher, self.grow(task, samples), old, callback)
         self.remember(task, samples)
 
-    def boosted(self, task: Task, samples: Samples, old: Samples | None, listen: Listener) -> ExpandedNetwork:
+    def boosted(self, task: Task, samples: Samples, old: Samples | None, callback: Callback) -> ExpandedNetwork:
         """The network with a second extractor, trained for old and new classes."""
         config, known = self.config, len(self.classes_)
         network = expanded(self.network, self.config, self.generator("columns"))
@@ -96,16 +96,16 @@ class FOSTER(RehearsalMethod):
         weights = effective_weights(times_seen(new, old, len(network.head_bias)), config.boosting_beta)
         objective = Boosting(network, self.network.copy(), weights, config, self.generator("auxiliary"))
         trainable = [*network.parameters(), *objective.head]
-        self.fit(new, listen, objective, old, name="boosting", trainable=trainable)
+        self.fit(new, callback, objective, old, name="boosting", trainable=trainable)
         return network.requires_grad_(False).eval()
 
-    def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, listen: Listener) -> None:
+    def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, callback: Callback) -> None:
         """Teach the single network, whose head has grown, what both extractors say together."""
         config = self.config
         weights = effective_weights(times_seen(new, old, len(teacher.head_bias)), config.compression_beta)
         recipe = config.replace(epochs=max(1, round(config.compression * config.epochs)))
         objective = Compression(self.network, teacher, weights, config.temperature)
-        self.fit(new, listen, objective, old, recipe, "compression")
+        self.fit(new, callback, objective, old, recipe, "compression")
 
 
 def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator) -> ExpandedNetwork:

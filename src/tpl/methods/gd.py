@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Listener, Samples, silent
+from tpl.engine import IGNORED, Callback, Samples, no_callback
 from tpl.methods.base import register
 from tpl.methods.parts.balanced import BalancingConfig
 from tpl.methods.parts.distill import Distillation, mean_of, rows_that_count, side_by_side
@@ -80,32 +80,32 @@ class GD(RehearsalMethod):
     config_class = GDConfig
     config: GDConfig
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train a specialist, then the network with two teachers, then balance the head."""
         old = self.old_samples()
         new = self.grow(task, samples)
         if self.classes_:
-            self._learn_with_teachers(new, old, len(task.classes), listen)
+            self._learn_with_teachers(new, old, len(task.classes), callback)
         else:
-            self.fit(new, listen)
+            self.fit(new, callback)
         self.remember(task, samples)
 
-    def _learn_with_teachers(self, new: Samples, old: Samples | None, count: int, listen: Listener) -> None:
+    def _learn_with_teachers(self, new: Samples, old: Samples | None, count: int, callback: Callback) -> None:
         """The three trainings of a task that brings `count` classes to old ones."""
         config, first = self.config, len(self.classes_)
         before = self.network.copy()
-        self.fit(new, silent, Specialist(self.network, first, config.confidence), old, name="specialist")
+        self.fit(new, no_callback, Specialist(self.network, first, config.confidence), old, name="specialist")
         specialist = self.network.copy()
         self.network.load_state_dict(before.state_dict())
         prev, own = side_by_side([first, count])
         teachers = [(before, [prev]), (specialist, [own])]
-        self.fit(new, listen, Distillation(self.network, teachers, config.temperature), old)
+        self.fit(new, callback, Distillation(self.network, teachers, config.temperature), old)
         balancing = config.balancing()
         if balancing is not None:
             weights = balancing_weights(new.labels, None if old is None else old.labels, first + count)
             head = [self.network.head_weight, self.network.head_bias]
             objective = Distillation(self.network, teachers, config.temperature, weights)
-            self.fit(new, silent, objective, old, balancing, "balancing", head)
+            self.fit(new, no_callback, objective, old, balancing, "balancing", head)
 
 
 def balancing_weights(new: Tensor, old: Tensor | None, classes: int) -> Tensor:

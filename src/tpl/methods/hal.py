@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples, silent
+from tpl.engine import Callback, Compute, Samples, no_callback
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
@@ -133,11 +133,11 @@ class HAL(RehearsalMethod):
         size = self.preprocess.height, self.preprocess.width
         self.anchors = torch.zeros(0, 3, *size, dtype=torch.uint8, device=compute.device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train with replay and anchors; then remember some images, and make the new classes' anchors."""
         new, old = self.grow(task, samples), self.old_samples()
         anchored = Anchoring(self.network, self.anchors, self.normalise, self.config) if len(self.anchors) else None
-        self.fit(new, listen, anchored, old)
+        self.fit(new, callback, anchored, old)
         self.remember(task, samples)
         self.anchors = torch.cat([self.anchors, self.new_anchors(len(task.classes), samples, old)])
 
@@ -160,7 +160,7 @@ class HAL(RehearsalMethod):
         """A copy of the network that has seen the memory's images for one more epoch, and nothing else."""
         before = self.network.copy().state_dict()
         if memory is not None:
-            self.fit(memory, silent, recipe=self.config.replace(epochs=1), name="hindsight")
+            self.fit(memory, no_callback, recipe=self.config.replace(epochs=1), name="hindsight")
         later = self.network.copy()
         self.network.load_state_dict(before)
         return later

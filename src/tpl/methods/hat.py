@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Callback, Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query, within_tasks
 from tpl.methods.bank.method import BankMethod, MemoryConfig
@@ -103,7 +103,7 @@ class HAT(BankMethod):
         super().__init__(encoder, config, compute, seed, TECHNIQUES[config.technique])
         self.detectors_: list[dict[str, Score]] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
-        self._std = torch.tensor(encoder.data_config["std"], device=compute.device)  # not made inside a recording
+        self._std = torch.tensor(encoder.data_config["std"], device=compute.device)  # not made inside a capture
         self._perturbed = Inference(self._perturbed_logits, compute, self.normalise)
 
     @property
@@ -111,11 +111,11 @@ class HAT(BankMethod):
         """As many images as were allowed where they are needed, else none: HAT itself does without."""
         return self.config.memory if self.config.memory_needed else 0
 
-    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
+    def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
         """The task's own classes; stored images come beside them only where the technique wants outliers."""
         own = len(task.classes)
         outliers = self._outliers(samples, own) if self.bank.technique.outliers else None
-        return self.new_job(samples, outliers, own, own, listen)
+        return self.new_job(samples, outliers, own, own, callback)
 
     def _outliers(self, samples: Samples, label: int) -> Samples | None:
         """Stored images; before there are any, some of the task's own put out of joint, if so wanted.

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.memory import FEATURE_POLICIES, POLICIES
 from tpl.methods.base import register
@@ -90,7 +90,7 @@ class ICaRL(RehearsalMethod):
         super().__init__(encoder, config, compute, seed)
         self.means_ = torch.zeros(0, encoder.dim, dtype=torch.float64, device=compute.device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train with the network as it was for a teacher, choose exemplars, and take their means."""
         classes = len(self.classes_) + len(task.classes)
         if self.memory.budget < classes:
@@ -100,7 +100,7 @@ class ICaRL(RehearsalMethod):
             )
         teacher = self.network.copy() if self.classes_ else None
         new = self.grow(task, samples)
-        self.fit(new, listen, BinaryDistillation(self.network, teacher), self.old_samples())
+        self.fit(new, callback, BinaryDistillation(self.network, teacher), self.old_samples())
         self.remember(task, samples)
         old = self.old_samples()
         assert old is not None

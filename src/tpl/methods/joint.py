@@ -5,7 +5,7 @@ Its accuracy at each stage is what the paper's rectified forgetting rate compare
 
 from __future__ import annotations
 
-from tpl.engine import Listener, Samples
+from tpl.engine import Callback, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkMethod
 from tpl.stream import Task
@@ -23,7 +23,7 @@ class Joint(NetworkMethod):
     from_scratch = True
     cumulative = True
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Forget everything and train on the union of all tasks."""
         self.network = self.new_network()
-        super().learn_task(task, samples, listen)
+        super().learn_task(task, samples, callback)

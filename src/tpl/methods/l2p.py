@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import IGNORED, Adam, Compute, Inference, Listener, Recipe, Samples, train
+from tpl.engine import IGNORED, Adam, Callback, Compute, Inference, Recipe, Samples, train
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.methods.parts.head import GrowingHead
@@ -140,13 +140,13 @@ class L2P(Method):
         own = (picked @ prompts.flatten(1)).unflatten(2, prompts.shape[1:]).flatten(1, 2)
         return prompted(as_vit(self.encoder), images, self.norms, own, dtype), similarity
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Grow the head; train prompts, keys and head on the task's data alone."""
         config, old = self.config, len(self.classes_)
         self.pool.grow(len(task.classes), self.generator("head"))
         batches = config.batches(samples, None, self.generator("training"))
         optimiser = config.optimiser(list(self.pool.parameters()))
-        train(PromptLoss(self, old), optimiser, [batches], config, self.normalise, [listen])
+        train(PromptLoss(self, old), optimiser, [batches], config, self.normalise, [callback])
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """Softmax over all classes so far."""

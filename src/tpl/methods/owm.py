@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Samples
+from tpl.engine import Callback, Compute, Inference, Samples
 from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
@@ -146,10 +146,10 @@ class OWM(NetworkMethod):
         identity = torch.eye(inputs + 1, dtype=torch.float64, device=weight.device)
         return identity.expand(*stack, -1, -1).clone()
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train with projected gradients; then block the task's own inputs."""
         own = self.grow(task, samples)
-        self.fit(own, listen, ProjectedCrossEntropy(self.network, self.projectors, self.config.clip))
+        self.fit(own, callback, ProjectedCrossEntropy(self.network, self.projectors, self.config.clip))
         means = self.mean_inputs(samples.pixels)
         for name, inputs in means.items():
             alpha = self.config.alpha_head if name == "head" else self.config.alpha

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Compute, Listener, Samples
+from tpl.engine import IGNORED, Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -121,12 +121,12 @@ class PASS(NetworkMethod):
         self.prototypes = torch.zeros(0, encoder.dim, dtype=torch.float64, device=compute.device)
         self.radius = torch.zeros((), dtype=torch.float64, device=compute.device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train on rotations of the new classes and on noise around the old; then take up the new prototypes."""
         teacher = self.network.copy() if len(self.prototypes) else None
         own = self.grow(task, samples)
         objective = PassLoss(self.network, teacher, self)
-        self.fit(own, listen, objective, numbers=objective.numbers)
+        self.fit(own, callback, objective, numbers=objective.numbers)
         z = self.features(samples.pixels).double()
         counts, means = class_means(z, samples.labels, len(task.classes))
         if teacher is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
@@ -46,10 +46,10 @@ class RanPAC(NetworkMethod):
         super().__init__(encoder, config, compute, seed)
         self.ridge: RandomRidge | None = None
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Adapt to a first task if wanted; then take up the task's features."""
         if self.ridge is None and self.config.adapt == "first":
-            super().learn_task(task, samples, listen)
+            super().learn_task(task, samples, callback)
         seen, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
         if self.ridge is None:
             self.ridge = RandomRidge.drawn_for(seen, self.config, self.generator("projection"))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
@@ -108,7 +108,7 @@ class SLDA(Method):
         """An analysis of nothing yet."""
         return Discriminant(self.encoder.dim, self.config.shrinkage, self.compute.device)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Take up the task's features."""
         self.analysis.add(self.encoder_features(samples.pixels), samples.labels + len(self.classes_))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tpl.engine import Listener, Samples
+from tpl.engine import Callback, Samples
 from tpl.methods.bank import BankMethod
 from tpl.methods.bank.training import run_jobs
 from tpl.methods.base import Method
@@ -15,7 +15,7 @@ from tpl.stream import Task
 def learn_together(
     methods: Sequence[Method],
     tasks: Sequence[Task],
-    listeners: Sequence[Listener],
+    callbacks: Sequence[Callback],
     held: Sequence[Samples | None] | None = None,
 ) -> None:
     """Each method learns its task; all of them, or none if one fails. `held` are images that are not trained on.
@@ -25,17 +25,17 @@ def learn_together(
     """
     held = held or [None] * len(methods)
     if len(methods) == 1:
-        methods[0].learn(tasks[0], listeners[0], held[0])
+        methods[0].learn(tasks[0], callbacks[0], held[0])
         return
     with ExitStack() as attempts:
         samples = [
-            attempts.enter_context(method.learning(task, listen, apart))
-            for method, task, listen, apart in zip(methods, tasks, listeners, held, strict=True)
+            attempts.enter_context(method.learning(task, callback, apart))
+            for method, task, callback, apart in zip(methods, tasks, callbacks, held, strict=True)
         ]
-        rows = list(zip(methods, tasks, samples, listeners, strict=True))
-        run_jobs([m.training_job(task, own, listen) for m, task, own, listen in rows if isinstance(m, BankMethod)])
-        for method, task, own, listen in rows:
+        rows = list(zip(methods, tasks, samples, callbacks, strict=True))
+        run_jobs([m.training_job(task, own, callback) for m, task, own, callback in rows if isinstance(m, BankMethod)])
+        for method, task, own, callback in rows:
             if isinstance(method, BankMethod):
                 method.conclude(task, own)
             else:
-                method.learn_task(task, own, listen)
+                method.learn_task(task, own, callback)

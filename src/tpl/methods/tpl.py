@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, TaskModel, within_tasks
 from tpl.methods.bank.bank import LOOKS
@@ -129,9 +129,9 @@ class TPL(BankMethod):
         """The models that images are seen through: those of the tasks first."""
         return self.bank.tasks
 
-    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
+    def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
         """As every replaying bank; or with an output for each replayed class, as the public code."""
-        job = super().training_job(task, samples, listen)
+        job = super().training_job(task, samples, callback)
         if job.replay is None or self.config.others == "single":
             return job
         labels = self.memory.labels.to(self.compute.device) + job.own

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Samples, choose_compute, silent
+from tpl.engine import Compute, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.methods.bank import ENOUGH_TO_HOLD_OUT, Bank, HeldOut, Outputs
@@ -165,7 +165,7 @@ class VectorTPL:
         outputs = own + (replay is not None)
         samples = Samples(to_bytes(train), train_labels)
         training = self.generator("training", number)
-        run_jobs([TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, silent)])
+        run_jobs([TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, no_callback)])
         if outputs == 1:
             # A single class and nothing to tell it from: an untrained logit would vary without a meaning.
             self.bank.tasks[number].head_weight.zero_()

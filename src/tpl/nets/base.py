@@ -79,7 +79,9 @@ class Encoder(nn.Module, ABC):
     def new_norms(self) -> Tensor:
         """A task's norms before training, one tensor."""
 
-    def settled(self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    def reestimated_norms(
+        self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype
+    ) -> Tensor:
         """The norms of a trained task; batch norms re-estimate their statistics on these batches of training images."""
         return norms
 

@@ -222,7 +222,9 @@ class ResNetEncoder(Encoder):
         self.run, self.fused = torch.compile(network, dynamic=False), True
 
     @torch.no_grad()
-    def settled(self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    def reestimated_norms(
+        self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype
+    ) -> Tensor:
         """The norms with statistics of these batches, under the task's final weights and mask.
 
         Not a running mean of training, during which the mask is half open for a part of every epoch.

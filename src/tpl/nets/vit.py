@@ -127,9 +127,9 @@ class ViTEncoder(Encoder):
         `watch` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
         token alone.
         """
-        return self.beyond(self.tokens(images, dtype), norms, adapters, masks, watch)
+        return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, watch)
 
-    def beyond(
+    def from_tokens(
         self,
         tokens: Tensor,
         norms: Tensor,

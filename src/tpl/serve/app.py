@@ -94,7 +94,7 @@ class Server:
 
     async def swap(self) -> None:
         """Serve the directory's newest model. Requests that are under way finish with the one they began with."""
-        # While one thread records a pass on a GPU, no other may touch it: loading takes its turn there.
+        # While one thread captures a pass on a GPU, no other may touch it: loading takes its turn there.
         await (self.batcher.call(self.holder.refresh) if self._on_gpu() else asyncio.to_thread(self.holder.refresh))
 
     def _on_gpu(self) -> bool:

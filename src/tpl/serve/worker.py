@@ -1,6 +1,6 @@
 """One task learned in a process of its own: `python -m tpl.serve.worker`, started by jobs.py and by nobody else.
 
-A process, because training would take the server's interpreter lock and mix with its recorded passes, and because
+A process, because training would take the server's interpreter lock and mix with its captured passes, and because
 whatever kills it leaves the server and the committed model as they were. It reads one JSON line, writes one JSON line
 for every step, and ends when the server does.
 """
@@ -84,7 +84,7 @@ def carry_out(order: Order, tell: Any) -> None:
         task = Task(order.name, usable.class_names, usable.images)
         method, (train, _) = learner.method, hold_out(task, order.held_out, [learner.method.seed])
         method.config = method.config.replace(epochs=order.epochs or epochs_for(method, len(train)))
-        learner.learn(task, name=order.name, held_out=order.held_out, listen=Progress(tell), source=order.title)
+        learner.learn(task, name=order.name, held_out=order.held_out, callback=Progress(tell), source=order.title)
         tell(progress=TRAINING, message="writing the model")
     tell(done=asdict(learner.tasks_[-1]))
 

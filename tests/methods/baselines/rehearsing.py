@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.engine import IGNORED, Listener, Objective, Recipe, Samples
+from tpl.engine import IGNORED, Callback, Objective, Recipe, Samples
 from tpl.methods.parts.network import NetworkMethod
 from tpl.stream import ArrayImages, Task
 
@@ -70,7 +70,7 @@ def spy(method: NetworkMethod, monkeypatch: Any, change: Callable[[NetworkMethod
 
     def fit(
         samples: Samples,
-        listen: Listener,
+        callback: Callback,
         objective: Any = None,
         replay: Samples | None = None,
         recipe: Recipe | None = None,

@@ -81,11 +81,11 @@ def test_logits_come_from_all_over_the_training(small_stream: Stream) -> None:
     seen: list[torch.Tensor] = []
     images = method.preprocess.batch(small_stream[0].train)
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         if event.kind == "epoch":
             seen.append(method.logits(images))
 
-    learner.learn(small_stream[0], listen=listen)
+    learner.learn(small_stream[0], callback=callback)
     stored = method.memory.pixels(method.preprocess)
     which = torch.stack([(images == image).flatten(1).all(dim=1).nonzero()[0, 0] for image in stored])
     gaps = torch.stack([(logits[which] - method.stored_logits).abs().amax(dim=1) for logits in seen])  # [epochs, rows]
@@ -105,7 +105,7 @@ def test_a_task_that_fails_leaves_images_keys_and_logits_as_they_were(small_stre
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        learner.learn(small_stream[1], listen=fail)
+        learner.learn(small_stream[1], callback=fail)
     assert torch.equal(method.memory.keys, before[0])
     assert torch.equal(method.stored_logits, before[1])
     assert method.memory.exemplars == before[2]

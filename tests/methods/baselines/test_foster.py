@@ -8,7 +8,7 @@ from torch import Tensor
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.engine import IGNORED, Samples, silent
+from tpl.engine import IGNORED, Samples, no_callback
 from tpl.methods.foster import FOSTER, Boosting, balanced_distillation, effective_weights, expanded, times_seen
 from tpl.stream import Stream
 
@@ -105,9 +105,9 @@ def test_the_compressed_network_answers_as_the_two_that_taught_it(small_stream: 
     learner.learn(small_stream[0])
     task = small_stream[1]
     pixels = torch.cat([method.preprocess.batch(small_stream[t].test)[::2] for t in (0, 1)])
-    samples = method.samples(task, silent)
+    samples = method.samples(task, no_callback)
     before = {k: v.clone() for k, v in method.network.state_dict().items()}
-    teacher = method.boosted(task, samples, method.old_samples(), silent)
+    teacher = method.boosted(task, samples, method.old_samples(), no_callback)
     assert all(torch.equal(before[k], v) for k, v in method.network.state_dict().items())  # boosting is beside it
     new = method.grow(task, samples)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_the_compressed_network_answers_as_the_two_that_taught_it(small_stream: 
             return float((said - told).abs().sum(dim=1).mean())
 
         untaught = distance()
-    method.compress(teacher, new, method.old_samples(), silent)
+    method.compress(teacher, new, method.old_samples(), no_callback)
     with torch.no_grad():
         said = method.network(method.normalise(pixels)).argmax(dim=1)
         assert (said == told.argmax(dim=1)).float().mean() > 0.8

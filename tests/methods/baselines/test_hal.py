@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.engine import silent
+from tpl.engine import no_callback
 from tpl.methods.hal import HAL, Anchoring, HALConfig, make_anchors
 from tpl.stream import Stream
 
@@ -136,7 +136,7 @@ def test_anchors_of_a_learned_stream(small_stream: Stream) -> None:
     frozen = {k: v.clone() for k, v in method.network.state_dict().items()}
     labels, pixels = torch.tensor([2, 3]), method.anchors[2:]
     known = -method.log_probabilities(pixels).gather(1, labels.unsqueeze(1)).mean()
-    method.fit(old, silent, recipe=method.config.replace(epochs=1), name="by hand")
+    method.fit(old, no_callback, recipe=method.config.replace(epochs=1), name="by hand")
     forgotten = -method.log_probabilities(pixels).gather(1, labels.unsqueeze(1)).mean()
     assert float(forgotten) > float(known)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rehearsing import LABELS, Says, kl, loss_of, softmax, some_logits, tiny_learner, tiny_task
 
-from tpl.engine import Samples, silent
+from tpl.engine import Samples, no_callback
 from tpl.methods.parts.balanced import balanced
 from tpl.methods.parts.distill import Distillation, kd, mean_of, rows_that_count, side_by_side, soft_cross_entropy
 from tpl.methods.parts.network import NetworkMethod
@@ -64,11 +64,11 @@ def test_a_teacher_stays_as_it_was_and_only_what_shall_move_moves() -> None:
     assert teacher.trunk[0] is network.trunk[0]
     assert not any(p.requires_grad for p in teacher.parameters())
     before = {k: v.clone() for k, v in network.state_dict().items()}
-    samples = method.samples(tiny_task(0, per_class=4), silent)
-    method.fit(samples, silent, trainable=[network.head_weight, network.head_bias])
+    samples = method.samples(tiny_task(0, per_class=4), no_callback)
+    method.fit(samples, no_callback, trainable=[network.head_weight, network.head_bias])
     changed = {k for k, v in network.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {"head_weight", "head_bias"}
     assert all(p.requires_grad for p in network.parameters())
-    method.fit(samples, silent)
+    method.fit(samples, no_callback)
     assert all(not torch.equal(v, before[k]) for k, v in network.state_dict().items())
     assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())

@@ -27,7 +27,7 @@ def carry_out(job: Job, tell: Tell) -> None:
 
     quiet_until = 0.0
 
-    def listen(event: Event) -> None:
+    def callback(event: Event) -> None:
         nonlocal quiet_until
         if event.kind == "prepare":
             if time.monotonic() < quiet_until:
@@ -36,7 +36,7 @@ def carry_out(job: Job, tell: Tell) -> None:
         tell(event.kind, event.data)
 
     try:
-        execute(job.run_spec(), Path(job.directory), resume=True, listen=listen, track=job.track)
+        execute(job.run_spec(), Path(job.directory), resume=True, callback=callback, track=job.track)
     except TplError as error:
         tell(FAILED, {"error": str(error), "final": True})
     except Exception as error:

@@ -17,7 +17,7 @@ from tpl.bench.trackers.base import TrackedRun, Tracker
 from tpl.bench.trackers.mlflow import MlflowTracker
 from tpl.bench.trackers.tensorboard import TensorBoardTracker
 from tpl.bench.trackers.wandb import WandbTracker
-from tpl.engine import Event, Listener
+from tpl.engine import Callback, Event
 from tpl.errors import TplError
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracker", "Tracking", "check_trackers", "epochs_of", "flat"]
@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracking:
     """Passes a run's events on to its trackers, and drops those that fail."""
 
-    def __init__(self, names: Sequence[str], run: TrackedRun, warn: Listener) -> None:
+    def __init__(self, names: Sequence[str], run: TrackedRun, warn: Callback) -> None:
         self.warn, self.epoch, self.finished = warn, run.epochs, False
         self.open: dict[str, Tracker] = {}
         for text in names:

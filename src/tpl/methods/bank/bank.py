@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpl.engine import BLOCK, ROTATIONS, CapturedFunction, Compute, Event, Inference, Listener, uses_cuda_graphs
+from tpl.engine import BLOCK, ROTATIONS, Callback, CapturedFunction, Compute, Event, Inference, uses_cuda_graphs
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
 from tpl.methods.bank.techniques import Technique
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
@@ -238,7 +238,7 @@ class Bank:
         model.turned_classes = turned_classes
         return model.to(self.compute.device)
 
-    def warn_if_full(self, listen: Listener) -> None:
+    def warn_if_full(self, callback: Callback) -> None:
         """Tell that hardly any weight is left to learn with."""
         frozen = self.capacity()["frozen"]
         if frozen >= NEARLY_FULL:
@@ -247,7 +247,7 @@ class Bank:
                 f"mask and head, but hardly any free weights; a model with a larger latent size (a wider network, if "
                 f"it is trained from scratch) has more room."
             )
-            listen(Event("warning", {"text": text}))
+            callback(Event("warning", {"text": text}))
 
 
 def within_tasks(outputs: list[Outputs]) -> Tensor:
@@ -382,7 +382,7 @@ class RowInference(SharedInference):
     def _answer(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Norms with an axis of rows come with masks and the shared weights, others with a task's own weights."""
         masks, weights = (rest[0], rest[1:]) if norms.dim() == 4 else (None, rest)
-        return self.encoder.beyond(tokens, norms, weights, masks)
+        return self.encoder.from_tokens(tokens, norms, weights, masks)
 
     @cached_property
     def _mixes(self) -> bool:

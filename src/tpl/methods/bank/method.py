@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Recipe, Samples
+from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel
@@ -167,24 +167,24 @@ class BankMethod(Method):
 
     # Learning
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train the task's model and conclude."""
-        run_jobs([self.training_job(task, samples, listen)])
+        run_jobs([self.training_job(task, samples, callback)])
         self.conclude(task, samples)
 
-    def training_job(self, task: Task, samples: Samples, listen: Listener) -> TrainingJob:
+    def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
         """The task's own classes, and `others` for what is replayed."""
         own = len(task.classes)
         replay = self.replay_samples(own)
         outputs = own + (replay is not None)
-        return self.new_job(samples, replay, own, outputs, listen)
+        return self.new_job(samples, replay, own, outputs, callback)
 
     def new_job(
-        self, samples: Samples, replay: Samples | None, own: int, outputs: int, listen: Listener
+        self, samples: Samples, replay: Samples | None, own: int, outputs: int, callback: Callback
     ) -> TrainingJob:
         """A job for the bank by this method's own recipe."""
         training, turned = self.generator("training"), self.config.turned_classes
-        return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, listen, turned)
+        return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, callback, turned)
 
     # Answers
 

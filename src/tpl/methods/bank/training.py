@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tpl.engine import (
     IGNORED,
     Batches,
+    Callback,
     Event,
     GatedSGD,
-    Listener,
     Recipe,
     RotationClasses,
     Samples,
@@ -47,7 +47,7 @@ class TrainingJob:
     outputs: int
     recipe: Recipe
     generator: torch.Generator
-    listen: Listener
+    callback: Callback
     turned_classes: bool = False
 
     @property
@@ -93,7 +93,7 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
         for job in alike:
             twins = next((group for group in groups if group[0].equals(job)), None)
             groups.append([job]) if twins is None else twins.append(job)
-        firsts = [replace(group[0], listen=_all_of(group)) for group in groups]
+        firsts = [replace(group[0], callback=_all_of(group)) for group in groups]
         for together in [firsts] if firsts[0].bank.encoder.pretrained else [[job] for job in firsts]:
             _learn_side_by_side(together)
         for first, *twins in groups:
@@ -101,18 +101,18 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
                 twin.bank.copy_newest(first.bank)
 
 
-def _all_of(group: list[TrainingJob]) -> Listener:
-    def listen(event: Event) -> None:
+def _all_of(group: list[TrainingJob]) -> Callback:
+    def callback(event: Event) -> None:
         for job in group:
-            job.listen(event)
+            job.callback(event)
 
-    return listen
+    return callback
 
 
 def _learn_side_by_side(jobs: list[TrainingJob]) -> None:
     recipe = jobs[0].recipe
     for job in jobs:
-        job.bank.warn_if_full(job.listen)
+        job.bank.warn_if_full(job.callback)
     models = [_new_task(job) for job in jobs]
     objective = BankObjective([job.bank for job in jobs], models, recipe.batch_size)
     optimiser = recipe.optimiser(objective.parameters())
@@ -128,14 +128,14 @@ def _learn_side_by_side(jobs: list[TrainingJob]) -> None:
         )
         for job, technique in zip(jobs, objective.techniques, strict=True)
     ]
-    listeners = [job.listen for job in jobs]
-    train(objective, optimiser, networks, recipe, jobs[0].bank.normalise, listeners)
+    callbacks = [job.callback for job in jobs]
+    train(objective, optimiser, networks, recipe, jobs[0].bank.normalise, callbacks)
     objective.hand_back()
     for job, model, technique, batches in zip(jobs, models, objective.techniques, networks, strict=True):
-        _settle(job.bank, model, batches)
+        _reestimate_norms(job.bank, model, batches)
         job.bank.add(model)
         _finish(job, technique)
-        job.listen(Event("capacity", job.bank.capacity()))
+        job.callback(Event("capacity", job.bank.capacity()))
 
 
 def _new_task(job: TrainingJob) -> TaskModel:
@@ -143,12 +143,12 @@ def _new_task(job: TrainingJob) -> TaskModel:
 
 
 @torch.no_grad()
-def _settle(bank: Bank, model: TaskModel, batches: Batches) -> None:
+def _reestimate_norms(bank: Bank, model: TaskModel, batches: Batches) -> None:
     """Give batch norms the statistics of the task's own training images, under the mask it is left with."""
     if bank.encoder.batch_norms:
         weights = bank.protection.finished(bank.adapters.weights, model.embedding)
         images = batches_of_images(batches, bank.normalise)
-        model.norms.copy_(bank.encoder.settled(model.norms, weights, images, bank.compute.dtype))
+        model.norms.copy_(bank.encoder.reestimated_norms(model.norms, weights, images, bank.compute.dtype))
 
 
 def _finish(job: TrainingJob, technique: Technique) -> None:

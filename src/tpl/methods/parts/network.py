@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Compute, Inference, Listener, Recipe, Samples, batches_of_images, train
+from tpl.engine import Callback, Compute, Inference, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.methods.parts.head import GrowingHead
 from tpl.nets import Encoder, unstacked
@@ -54,11 +54,11 @@ class Network(GrowingHead):
         return z
 
     @torch.no_grad()
-    def settle(self, images: Iterable[Tensor]) -> None:
+    def reestimate_norms(self, images: Iterable[Tensor]) -> None:
         """Give batch norms the statistics of the images just trained on, batch by batch; others do not look at them."""
         encoder = self.trunk[0]
         if encoder.batch_norms:
-            self.norms.copy_(encoder.settled(self.norms, self.adapters.weights, images, self.compute.dtype))
+            self.norms.copy_(encoder.reestimated_norms(self.norms, self.adapters.weights, images, self.compute.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits over all classes so far."""
@@ -111,9 +111,9 @@ class NetworkMethod(Method):
         """A network that knows no class yet."""
         return Network(self.encoder, self.config, self.compute, self.generator("adapters", task=0))
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Grow the head and train everything trainable on the task's data alone."""
-        self.fit(self.grow(task, samples), listen)
+        self.fit(self.grow(task, samples), callback)
 
     def grow(self, task: Task, samples: Samples) -> Samples:
         """Add the task's classes to the head; its samples, labelled by their numbers among all classes."""
@@ -123,7 +123,7 @@ class NetworkMethod(Method):
     def fit(
         self,
         samples: Samples,
-        listen: Listener,
+        callback: Callback,
         objective: CrossEntropy | None = None,
         replay: Samples | None = None,
         recipe: Recipe | None = None,
@@ -135,7 +135,7 @@ class NetworkMethod(Method):
 
         The objective is cross-entropy over all classes so far, the recipe the method's own, and all of the network is
         trained, unless said otherwise. An objective that draws lots gets `numbers` of them a step. `name` tells the
-        random numbers of one training of a task from those of another; all but the main one should be `silent`, as
+        random numbers of one training of a task from those of another; all but the main one should be `no_callback`, as
         progress and speed are told once a task.
         """
         recipe, objective = recipe or self.config, objective or CrossEntropy(self.network)
@@ -143,9 +143,9 @@ class NetworkMethod(Method):
         with only(moving, self.network.parameters()):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
             optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
-            train(objective, optimiser, [batches], recipe, self.normalise, [listen])
+            train(objective, optimiser, [batches], recipe, self.normalise, [callback])
             seen = batches_of_images(batches, self.normalise)
-            objective.network.settle(objective.shown(images) for images in seen)
+            objective.network.reestimate_norms(objective.shown(images) for images in seen)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpl.config import option
-from tpl.engine import Compute, Listener, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.memory import FEATURE_POLICIES, POLICIES, Memory
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
@@ -38,9 +38,9 @@ class RehearsalMethod(NetworkMethod):
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
 
-    def learn_task(self, task: Task, samples: Samples, listen: Listener) -> None:
+    def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Grow the head, train on new and remembered images, then remember some of the new ones."""
-        self.fit(self.grow(task, samples), listen, replay=self.old_samples())
+        self.fit(self.grow(task, samples), callback, replay=self.old_samples())
         self.remember(task, samples)
 
     def old_samples(self) -> Samples | None:

@@ -1,7 +1,7 @@
 """The contract of a technique: how a task's network is trained so that it tells others' images from its own.
 
 A technique is one file in this folder. It sees one network and one task; a new one is made for every task. On a GPU a
-step is recorded once and replayed, so nothing here may branch on a tensor's value, change a shape or draw random
+step is captured once and replayed, so nothing here may branch on a tensor's value, change a shape or draw random
 numbers: a step is handed as many as `numbers` asks for.
 """
 
