@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--batch-size", "--batch", type=int, nargs="+", default=[64], help="new images a step; as many replayed on top"
     )
-    parser.add_argument("--augment", default="none", choices=("none", "mirror", "crop"))
+    parser.add_argument("--augment", default="none", choices=("none", "flip", "crop"))
     parser.add_argument("--networks", type=int, nargs="+", default=[1], help="how many are trained side by side")
     parser.add_argument("--steps", type=int, help="steps between two looks at the clock: 40 on a GPU, else 4")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to measure each")

@@ -90,7 +90,7 @@ def widths(split: Split) -> None:
     for first, later, classes in ((3, 3, 20), (10, 10, 20), (5, 50, 20), (5, 200, 50)):
         counts: list[int | None] = [*[first] * PER_TASK, *[later] * (classes - PER_TASK)]
         for width in (256, 512, 1024, 2048):
-            ridge = learned(split, counts, RidgeConfig(width=width, even=False), memory=True)
+            ridge = learned(split, counts, RidgeConfig(random_features=width, logit_adjustment=False), memory=True)
             report(split, ridge, first=first, later=later, classes=classes, width=width)
 
 
@@ -104,8 +104,10 @@ def even(split: Split) -> None:
         [20] * 20,
     ):
         for choice in (False, True):
-            ridge = learned(split, list(counts), RidgeConfig(width=1024, even=choice), memory=True)
-            report(split, ridge, images=sorted(set(counts)), first=counts[0], even=choice)
+            ridge = learned(
+                split, list(counts), RidgeConfig(random_features=1024, logit_adjustment=choice), memory=True
+            )
+            report(split, ridge, images=sorted(set(counts)), first=counts[0], logit_adjustment=choice)
 
 
 def strengths(split: Split) -> None:
@@ -114,9 +116,13 @@ def strengths(split: Split) -> None:
     for width in (5000, 10_000):
         for choice in ("error", "entropy"):
             for memory in (False, True):
-                ridge = learned(split, everything, RidgeConfig(width=width, ridge=choice), memory)
+                ridge = learned(split, everything, RidgeConfig(random_features=width, ridge_criterion=choice), memory)
                 report(
-                    split, ridge, width=width, ridge=choice, chosen_on="memory" if memory else "a fifth of each task"
+                    split,
+                    ridge,
+                    width=width,
+                    ridge_criterion=choice,
+                    chosen_on="memory" if memory else "a fifth of each task",
                 )
 
 

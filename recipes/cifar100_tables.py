@@ -44,9 +44,9 @@ FAMILY = "tpl", "row", "more", "hat"
 SCRATCH = "c100-10t", "c100-20t"
 SCRATCH_ROWS = {  # a run, and what it is called
     "tpl": "TPL",
-    "tpl-mirrored": "the same, `looks=mirrored`",
-    "tpl-upright": "the same, `looks=upright`",
-    "tpl-rate": "`looks=upright lr=0.1`",
+    "tpl-mirrored": "the same, `tta=flip`",
+    "tpl-upright": "the same, `tta=none`",
+    "tpl-rate": "`tta=none lr=0.1`",
     "tpl-plain": "TPL as MORE and ROW are trained",
     "row": "ROW",
     "more": "MORE",

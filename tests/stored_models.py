@@ -23,7 +23,7 @@ PROBE = digits(range(8), 4, start=100)  # the last two classes are unknown to th
 def write(name: str) -> None:
     """Learn small models of digits and store them with their answers."""
     for method in METHODS:
-        more = {"width": 48} if method == "tpl-plus" else {}
+        more = {"random_features": 48} if method == "tpl-plus" else {}
         learner = Learner(method, "compact", device="cpu", **OPTIONS, **more)  # type: ignore[arg-type]
         for t, names in enumerate(TASKS):
             learner.learn(Task(f"task {t}", names, digits(range(2 * t, 2 * t + 2), 40)), held_out=0.25)

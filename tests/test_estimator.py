@@ -333,7 +333,7 @@ def test_the_example_in_the_documentation_runs() -> None:
     assert names["caught"] > 0.8
 
 
-@pytest.mark.parametrize("options", [{"augment": "mirror"}, {"turned_classes": True}, {"looks": "mirrored"}])
+@pytest.mark.parametrize("options", [{"augment": "flip"}, {"rotation_classes": True}, {"tta": "flip"}])
 def test_vectors_are_not_mirrored_or_turned(options) -> None:
     with pytest.raises(TplError, match=f"{next(iter(options))}=.* is for images"):
         VectorConfig(**options)

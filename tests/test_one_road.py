@@ -24,7 +24,14 @@ from tpl.methods.plus import TPLPlus
 from tpl.serve.model import ImageQuery, ModelSource, ServedModel
 from tpl.stream import ArrayImages, Stream
 
-OPTIONS: dict[str, Any] = {"latent": 16, "epochs": 6, "batch_size": 16, "lr": 0.05, "memory": 40, "width": 256}
+OPTIONS: dict[str, Any] = {
+    "latent": 16,
+    "epochs": 6,
+    "batch_size": 16,
+    "lr": 0.05,
+    "memory": 40,
+    "random_features": 256,
+}
 TASKS, PER_CLASS, ASKED = 4, 60, 8
 IMAGES = digits(range(2 * TASKS), 40, start=PER_CLASS)  # known classes, images that no model has seen
 PROBE = IMAGES.select(np.arange(ASKED) * 40)
@@ -191,7 +198,7 @@ def test_the_product_and_a_benchmark_learn_the_same_model(tmp_path: Path) -> Non
         words = ["learn", str(product), str(data / "train"), "--classes", classes, "--held-out", "0.25"]
         commands([*words, "--encoder", SMALL_VIT, *options], standalone_mode=False)
     learned = Learner.load(product, device="cpu").method
-    chosen = ("latent", "batch_size", "width", "lr")  # what `tpl learn` chooses by the encoder and the images
+    chosen = ("latent", "batch_size", "random_features", "lr")  # what `tpl learn` chooses by the encoder and the images
     sets = [word for name in chosen for word in ("--set", f"{name}={getattr(learned.config, name)}")]
     words = ["run", "folder", "--data", str(data), "--per-task", "2", "--held-out", "0.25", "--method", "tpl-plus"]
     commands([*words, "--encoder", SMALL_VIT, *options, *sets, "--out", str(run)], standalone_mode=False)

@@ -31,6 +31,7 @@ from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.migrate import current_options
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, StoreError
@@ -357,7 +358,7 @@ class Learner:
             precision,
             header["seed"],
             compile,
-            **header["options"],
+            **current_options(header["method"], header["options"]),
         )
         if learner.method.encoder.fingerprint != encoder["fingerprint"]:
             raise EncoderError(

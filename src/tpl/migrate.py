@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tpl.errors import TplError
-
 _RENAMED = {  # the same in every method that had them
     "turned_classes": "rotation_classes",
     "looks": "tta",
@@ -42,7 +40,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 # Options that are constants now, with the value they have.
 _FIXED_IN: dict[str, dict[str, Any]] = {
     "afc": {"margin": 0.6, "stages": 4, "balanced_lr": 0.5},
-    "beef": {"alignment": 1.7, "negative_lr": 0.01, "fusion_lr": 0.1},
+    "beef": {"alignment": 1.7, "negative_lr": 0.01, "fusion_lr": 0.05},
     "der": {"retrained_lr": 1.0},
     "eeil": {"balanced_rate": 0.1},
     "foster": {"boosting_beta": 0.96, "compression_beta": 0.97},
@@ -55,14 +53,15 @@ _FIXED_IN: dict[str, dict[str, Any]] = {
 
 
 def current_options(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that an earlier version stored for a method, under today's names."""
-    renamed = _RENAMED | _RENAMED_IN.get(method, {})
-    fixed = _FIXED_IN.get(method, {})
+    """The options that some version stored for a method, under today's names and with today's values.
+
+    An option that is a constant now is left out if it had that value; with another value it stays, for whoever reads it
+    to refuse.
+    """
+    renamed, fixed = _RENAMED | _RENAMED_IN.get(method, {}), _FIXED_IN.get(method, {})
     found = {}
     for name, value in stored.items():
-        if name in fixed:
-            if value != fixed[name]:
-                raise TplError(f"{method} was trained with {name}={value}; this version always uses {fixed[name]}.")
+        if name in fixed and value == fixed[name]:
             continue
         today = renamed.get(name, name)
         found[today] = _VALUES.get(today, {}).get(value, value) if isinstance(value, str) else value

@@ -249,7 +249,7 @@ def accuracy_of_the_expert(run: Path, stream: Stream) -> float:
 def test_what_tpl_plus_adds_can_be_taken_away_again(made: tuple[Path, Path, Rows], tmp_path: Path) -> None:
     """Without the expert it answers as tpl, without the bank as its expert does, and fewer passes are counted."""
     data, run, _ = made
-    options = RunResult.read(run).description["options"] | {"sees": "encoder", "weight": 1.0}
+    options = RunResult.read(run).description["options"] | {"expert_views": "encoder", "expert_weight": 1.0}
     spec = RunSpec("folder", "tpl-plus", SMALL_VIT, data=data, device="cpu", options=options)
     execute(spec, tmp_path / "plus")
     rows = {row["variant"]: row for row in ablate(tmp_path / "plus", data, None, "cpu", ["expert", "passes"])}

@@ -168,5 +168,5 @@ def test_an_average_stands_for_its_five_benchmarks() -> None:
     assert [part.name for part in ROWS["main/tpl/average"].parts()] == [f"main/tpl/{name}" for name in FIVE]
     parts = ROWS["scores/ebo/average"].parts()  # the paper prints the average alone
     assert [part.benchmark for part in parts] == list(FIVE)
-    assert all(part.required()["logit"] == "ebo" for part in parts)
+    assert all(part.required()["logit_score"] == "ebo" for part in parts)
     assert [part.required()["memory"] for part in ROWS["small-memory/tpl/average"].parts()] == [100] + 4 * [1000]

@@ -124,7 +124,7 @@ def test_no_runs_is_no_evidence_with_a_reason() -> None:
         {"classes": description()["classes"][:9]},
         {"classes": [[f"class {c}" for c in range(t, 100, 10)] for t in range(9)] + [["one"]]},
         {"options": {"memory": 5000}},
-        {"options": {"logit": "ebo"}},
+        {"options": {"logit_score": "ebo"}},
         {"options": {"beta1": 0.5}},
     ],
 )

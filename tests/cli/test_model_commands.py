@@ -578,7 +578,7 @@ def test_a_model_of_tpl_plus(place: Path, tmp_path: Path) -> None:
     report = ask("learn", model, place / "pets", "--encoder", SMALL_VIT, *fast)
     assert report["bytes"] < 20e6
     options = json.loads((model / "model.json").read_text())["options"]
-    assert (options["width"], options["passes"]) == (1024, "all")
+    assert (options["random_features"], options["passes"]) == (1024, "all")
     assert refusal("learn", model, place / "birds", "--passes", "few").startswith(
         "passes must be all, auto or a number"
     )

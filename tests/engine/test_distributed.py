@@ -124,7 +124,7 @@ def test_processes_that_would_train_on_different_images_stop() -> None:
 SPLITTING = sorted(name for name, method in load_methods().items() if method.splits)
 OPTIONS: dict[str, Any] = {
     "latent": 4, "epochs": 1, "batch_size": 6, "lr": 0.02, "memory": 6,
-    "balanced_epochs": 1, "anchor_steps": 3, "fusion_epochs": 2, "width": 32,
+    "balanced_epochs": 1, "anchor_steps": 3, "fusion_epochs": 2, "random_features": 32,
 }  # fmt: skip
 TASKS = [Task(f"task {t}", (f"{2 * t}", f"{2 * t + 1}"), digits([2 * t, 2 * t + 1], 4)) for t in range(2)]
 

@@ -117,9 +117,11 @@ def test_the_file_answers_as_the_model(file: Path, learner: Learner, place: Path
 
 def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, tmp_path: Path) -> None:
     """The other choice wherever the default model above has one; some tasks are not asked, the first one is gone."""
-    choices = {"protect": "supsup", "calibration": "shift", "compose": "and", "logit": "ebo", "out_of_task": "md"}
-    choices |= {"sees": "first", "passes": "auto"}
-    learner = taught(place, "tpl-plus", "one", ["pets", "birds"], held_out=0, width=32, covered=0.6, **choices)
+    choices = {"protect": "supsup", "calibration": "shift", "compose": "and", "logit_score": "ebo", "out_of_task": "md"}
+    choices |= {"expert_views": "first", "passes": "auto"}
+    learner = taught(
+        place, "tpl-plus", "one", ["pets", "birds"], held_out=0, random_features=32, passes_mass=0.6, **choices
+    )
     for name in learner.tasks_[0].classes:
         learner.remove(name)
     learner.learn(place / "pets", held_out=0)
@@ -198,7 +200,8 @@ def test_the_pages_example_needs_onnxruntime_alone(file: Path, learner: Learner,
 
 
 @pytest.mark.parametrize(
-    "choices", [{"in_task": "knn", "k": 1}, {"logit": "none"}, {"in_task": "none"}, {"calibration": "probability"}]
+    "choices",
+    [{"in_task": "knn", "k": 1}, {"logit_score": "none"}, {"in_task": "none"}, {"calibration": "probability"}],
 )
 def test_choices_made_later_change_the_graph(learner: Learner, place: Path, choices: dict[str, Any]) -> None:
     """Before it is traced, the module itself must already say what the model says."""

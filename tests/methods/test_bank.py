@@ -93,7 +93,7 @@ def test_rescoring_changes_the_answer_and_back_again(small_stream: Stream) -> No
         learner.learn(task)
     pixels = learner.prepare(small_stream[1].train)
     before = method.log_probabilities(pixels)
-    for changes in ({"compose": "and"}, {"distance": "squared"}, {"k": 1}, {"logit": "ebo"}, {"in_task": "knn"}):
+    for changes in ({"compose": "and"}, {"distance": "squared"}, {"k": 1}, {"logit_score": "ebo"}, {"in_task": "knn"}):
         kept = method.config
         method.rescore(**changes)
         assert not torch.equal(method.log_probabilities(pixels), before), changes

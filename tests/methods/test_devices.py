@@ -30,13 +30,13 @@ from tpl.stream import Stream
 
 Case = tuple[str, dict[str, Any]]
 # Six steps, the last of two images: three go before a recording.
-SHORT = OPTIONS | {"epochs": 1, "batch_size": 6, "memory": 12, "width": 64, "lr": 0.01, "anchor_steps": 1}
+SHORT = OPTIONS | {"epochs": 1, "batch_size": 6, "memory": 12, "random_features": 64, "lr": 0.01, "anchor_steps": 1}
 CASES: dict[str, Case] = {name: (name, {"encoder": SMALL_VIT, "precision": "bf16"}) for name in load_methods()}
 CASES |= {f"hat, {name}": ("hat", {"encoder": SMALL_VIT, "technique": name}) for name in TECHNIQUES if name != "none"}
 CASES |= {
     "tpl, features": ("tpl", {"encoder": SMALL_VIT, "memory_kind": "features"}),
     "tpl, supsup": ("tpl", {"encoder": SMALL_VIT, "protect": "supsup"}),
-    "tpl, per class": ("tpl", {"encoder": SMALL_VIT, "others": "per_class", "augment": "mirror", "schedule": "cosine"}),
+    "tpl, per class": ("tpl", {"encoder": SMALL_VIT, "others": "per_class", "augment": "flip", "schedule": "cosine"}),
     "tpl-plus, auto, no memory": ("tpl-plus", {"encoder": SMALL_VIT, "passes": "auto", "memory_kind": "none"}),
     "ranpac, first": ("ranpac", {"encoder": SMALL_VIT, "adapt": "first"}),
     "resnet18": ("tpl", {"encoder": "resnet18:4", "augment": "crop"}),

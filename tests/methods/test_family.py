@@ -382,7 +382,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def learner(stream: Stream) -> Learner:
-    learner = Learner("hat", SMALL_VIT, device="cpu", also="all", **OPTIONS)  # type: ignore[arg-type]
+    learner = Learner("hat", SMALL_VIT, device="cpu", extra_scores="all", **OPTIONS)  # type: ignore[arg-type]
     for task in stream:
         learner.learn(task)
     return learner
@@ -412,7 +412,7 @@ def detector(request: pytest.FixtureRequest) -> str:
 def test_answers_of_a_detector_add_up_and_do_not_depend_on_the_batch(
     hat: HAT, detector: str, seen: dict[bool, Seen]
 ) -> None:
-    hat.rescore(score=detector, choice="hard")
+    hat.rescore(score=detector, task_choice="hard")
     together = hat.log_probabilities_of(seen[detector == "odin"].together)
     alone = torch.cat([hat.log_probabilities_of(one) for one in seen[detector == "odin"].alone])
     torch.testing.assert_close(together.exp().sum(dim=1), torch.ones(len(together), dtype=torch.float64))
@@ -423,7 +423,7 @@ def test_answers_of_a_detector_add_up_and_do_not_depend_on_the_batch(
 def test_a_hard_choice_is_the_best_class_of_the_best_scored_task(
     hat: HAT, detector: str, seen: dict[bool, Seen]
 ) -> None:
-    hat.rescore(score=detector, choice="hard")
+    hat.rescore(score=detector, task_choice="hard")
     outputs = seen[detector == "odin"].together
     scores, answers = hat.task_scores(outputs), hat.log_probabilities_of(outputs)
     assert scores.shape == (len(answers), 3) and scores.dtype == torch.float64
@@ -436,17 +436,17 @@ def test_a_hard_choice_is_the_best_class_of_the_best_scored_task(
 
 def test_a_calibrated_choice_leaves_the_scores_raw(hat: HAT, detector: str, seen: dict[bool, Seen]) -> None:
     outputs = seen[detector == "odin"].together
-    hat.rescore(score=detector, choice="hard")
+    hat.rescore(score=detector, task_choice="hard")
     hard, raw = hat.log_probabilities_of(outputs), hat.task_scores(outputs)
     assert hat.calibration_ is None
-    hat.rescore(choice="calibrated")
+    hat.rescore(task_choice="calibrated")
     assert hat.calibration_ is not None and hat.calibration_.shape == (2, 3)
     assert torch.equal(hat.task_scores(outputs), raw)
     answers = hat.log_probabilities_of(outputs)
     task_p = (raw * hat.calibration_[0] + hat.calibration_[1]).softmax(dim=1)
     parts = answers.exp().split(SIZES, dim=1)
     torch.testing.assert_close(torch.stack([part.sum(dim=1) for part in parts], dim=1), task_p)
-    hat.rescore(choice="hard")
+    hat.rescore(task_choice="hard")
     assert torch.equal(hat.log_probabilities_of(outputs), hard)
 
 
@@ -454,27 +454,27 @@ def test_a_saved_detector_answers_the_same(
     learner: Learner, hat: HAT, detector: str, seen: dict[bool, Seen], tmp_path: Path
 ) -> None:
     outputs = seen[detector == "odin"].together
-    hat.rescore(score=detector, choice="calibrated")
+    hat.rescore(score=detector, task_choice="calibrated")
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu").method
     assert isinstance(again, HAT) and again.config == hat.config
     assert differences(tensors_of(again), tensors_of(hat)) == []
     assert torch.equal(again.log_probabilities_of(outputs), hat.log_probabilities_of(outputs))
-    hat.rescore(choice="hard")
-    again.rescore(choice="hard")
+    hat.rescore(task_choice="hard")
+    again.rescore(task_choice="hard")
     assert torch.equal(again.log_probabilities_of(outputs), hat.log_probabilities_of(outputs))
 
 
 def test_another_detector_is_asked_about_held_out_images_too(hat: HAT, seen: dict[bool, Seen]) -> None:
     for name in ("mls", "knn", "vim"):
-        hat.rescore(score=name, choice="hard")
+        hat.rescore(score=name, task_choice="hard")
         hat.unknown_scores_of(seen[False].together)
         assert hat._held_scores is not None
         assert all(torch.equal(hat.held_out_scores(t), known) for t, known in enumerate(hat._held_scores))
 
 
 def test_knn_compares_with_the_tasks_own_exemplars(hat: HAT) -> None:
-    hat.rescore(score="knn", choice="hard")
+    hat.rescore(score="knn", task_choice="hard")
     owner = hat.memory_tasks(hat.task_classes_)
     assert owner.bincount().tolist() == [4, 6, 4]
     stored = hat.memory.pixels(hat.preprocess, hat.compute.device)
@@ -494,7 +494,7 @@ def test_odins_images_make_the_predicted_class_likelier(seen: dict[bool, Seen]) 
 
 
 def test_to_odin_and_back_nothing_has_changed(hat: HAT, seen: dict[bool, Seen]) -> None:
-    hat.rescore(score="knn", choice="calibrated")
+    hat.rescore(score="knn", task_choice="calibrated")
     answers = hat.log_probabilities_of(seen[False].together)
     hat.rescore(score="odin")
     assert not torch.equal(hat.log_probabilities_of(seen[True].together), answers)
@@ -535,11 +535,14 @@ def test_outliers_are_stored_images_and_before_there_are_any_misplaced_ones(
     ("options", "message"),
     [
         ({"score": "knn", "memory": 0}, "score=knn compares with stored images: give it a memory"),
-        ({"also": "msp,knn", "memory": 0}, "knn compares with stored images: give it a memory"),
+        ({"extra_scores": "msp,knn", "memory": 0}, "knn compares with stored images: give it a memory"),
         ({"technique": "oe", "memory": 0}, "technique=oe trains against stored images: give it a memory"),
-        ({"technique": "mixup", "turned_classes": True}, "turned_classes=true and technique=mixup are two ways"),
-        ({"choice": "calibrated", "memory": 0}, "choice=calibrated is fitted on stored images: give it a memory"),
-        ({"also": "msp,nonsense"}, "There is no detector 'nonsense'; there are gradnorm"),
+        ({"technique": "mixup", "rotation_classes": True}, "rotation_classes=true and technique=mixup are two ways"),
+        (
+            {"task_choice": "calibrated", "memory": 0},
+            "task_choice=calibrated is fitted on stored images: give it a memory",
+        ),
+        ({"extra_scores": "msp,nonsense"}, "There is no detector 'nonsense'; there are gradnorm"),
         ({"score": "nonsense"}, "score must be one of"),
     ],
 )
@@ -556,7 +559,7 @@ def test_a_model_without_exemplars_and_further_detectors_says_so(stream: Stream)
     for changes, message in (
         ({"score": "mls"}, "mls was not fitted; the model has msp"),
         ({"score": "knn"}, "stored images, and this model has none"),
-        ({"choice": "calibrated"}, "stored images, and this model has none"),
+        ({"task_choice": "calibrated"}, "stored images, and this model has none"),
         ({"lr": 0.1}, "lr cannot change"),
         ({"score": "nonsense"}, "score must be one of"),
     ):
@@ -572,16 +575,18 @@ def test_a_training_option_cannot_be_rescored(hat: HAT) -> None:
 
 def test_a_model_stays_ready_for_what_it_was_ready_for(small_stream: Stream, tmp_path: Path) -> None:
     options = {"latent": 16, "epochs": 1, "batch_size": 32, "memory": 24}
-    learner = Learner("hat", SMALL_VIT, device="cpu", score="mls", also="msp", choice="calibrated", **options)
+    learner = Learner(
+        "hat", SMALL_VIT, device="cpu", score="mls", extra_scores="msp", task_choice="calibrated", **options
+    )
     learner.learn(small_stream[0])
     assert isinstance(learner.method, HAT)
-    learner.method.rescore(score="msp", choice="hard")
+    learner.method.rescore(score="msp", task_choice="hard")
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu")
     again.learn(small_stream[1])
     assert isinstance(again.method, HAT)
     assert len(again.method.memory) > 0 and all(set(found) == {"mls", "msp"} for found in again.method.detectors_)
-    again.method.rescore(score="mls", choice="calibrated")
+    again.method.rescore(score="mls", task_choice="calibrated")
     assert again.method.calibration_ is not None
 
 

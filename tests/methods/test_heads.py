@@ -114,7 +114,7 @@ def test_outputs_for_turned_images_are_not_taken_for_others(outputs: int) -> Non
     weight, bias = torch.randn(outputs + 6, 5, generator=g), torch.randn(outputs + 6, generator=g)
     plain = TaskModel(2, torch.zeros(1), torch.zeros(1), weight[:outputs].clone(), bias[:outputs].clone())
     turned = TaskModel(2, torch.zeros(1), torch.zeros(1), weight.clone(), bias.clone())
-    turned.turned_classes = True
+    turned.rotation_classes = True
     for expected, found in zip(head_with_others(plain, random(1)), head_with_others(turned, random(1)), strict=True):
         assert torch.equal(expected, found)
 

@@ -133,7 +133,7 @@ def test_unknown_images_are_told_and_the_score_can_change(learner: Learner, pixe
     assert noise.mean() > known.mean()
     pixels = pixels[:4]
     trained, answers = method.config.to_dict(), method.log_probabilities(pixels)
-    for change in ({"calibration": "none"}, {"logit": "none"}, {"out_of_task": "constant"}):
+    for change in ({"calibration": "none"}, {"logit_score": "none"}, {"out_of_task": "constant"}):
         method.rescore(**change)
         torch.testing.assert_close(method.log_probabilities(pixels).exp().sum(dim=1), torch.ones(len(pixels)).double())
     method.rescore(**trained)

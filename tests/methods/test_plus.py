@@ -17,7 +17,15 @@ from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.stream import Stream
 
-OPTIONS = {"sees": "encoder", "weight": 1.0, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
+OPTIONS = {
+    "expert_views": "encoder",
+    "expert_weight": 1.0,
+    "latent": 16,
+    "epochs": 2,
+    "batch_size": 16,
+    "lr": 0.05,
+    "memory": 24,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +50,10 @@ def test_the_answer_is_the_product_of_bank_and_expert(method: TPLPlus, pixels: t
 
 
 def test_without_weight_it_is_tpl(method: TPLPlus, pixels: torch.Tensor) -> None:
-    method.rescore(weight=0.0)
+    method.rescore(expert_weight=0.0)
     bank = TPL.log_probabilities_of(method, method.outputs(pixels))
     torch.testing.assert_close(method.log_probabilities(pixels), bank)
-    method.rescore(weight=1.0)
+    method.rescore(expert_weight=1.0)
 
 
 def test_asking_as_many_tasks_as_there_are_is_exact(method: TPLPlus, pixels: torch.Tensor) -> None:
@@ -105,7 +113,7 @@ def test_impossible_choices_are_explained() -> None:
 
 
 def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_path: Path) -> None:
-    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "sees": "first"}))
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "expert_views": "first"}))
     for task in small_stream[:2]:
         learner.learn(task)
     method = learner.method
@@ -152,8 +160,8 @@ def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream,
     learner.save(tmp_path / "model")
     again = Learner.load(tmp_path / "model", device="cpu").method
     assert isinstance(again, TPLPlus) and again.exponents == (a, w)
-    method.rescore(balance="fixed")
-    assert method.exponents == (1.0, OPTIONS["weight"])
+    method.rescore(expert_weighting="fixed")
+    assert method.exponents == (1.0, OPTIONS["expert_weight"])
 
 
 def test_an_update_adds_held_out_images(small_stream: Stream) -> None:

@@ -29,7 +29,7 @@ def problem(samples: int = 240, classes: int = 4, dim: int = 12) -> tuple[torch.
 
 
 def ridge(dim: int = 12, width: int = 64, **options: Any) -> RandomRidge:
-    config = RidgeConfig(width=width, **{"even": False} | options)
+    config = RidgeConfig(random_features=width, **{"logit_adjustment": False} | options)
     return RandomRidge.drawn_for(torch.empty(0, dim), config, torch.Generator().manual_seed(1))
 
 
@@ -80,7 +80,7 @@ def left_out(ridge: RandomRidge, z: torch.Tensor, y: torch.Tensor, strength: flo
 
 def test_leaving_one_out_is_leaving_it_out() -> None:
     z, y = problem(samples=60)
-    whole = ridge(ridge="error")
+    whole = ridge(ridge_criterion="error")
     whole.learn_whole(z, y, z, y)
     target = torch.nn.functional.one_hot(y).double()
     errors = {s: float((left_out(whole, z, y, s) - target).square().mean()) for s in STRENGTHS}
@@ -92,7 +92,7 @@ def test_leaving_one_out_is_leaving_it_out() -> None:
 
 def test_many_classes_are_told_apart_by_the_ridge_with_the_smaller_entropy() -> None:
     z, y = problem(samples=400, classes=20)
-    chosen = [ridge(width=256, ridge=criterion) for criterion in ("error", "entropy")]
+    chosen = [ridge(width=256, ridge_criterion=criterion) for criterion in ("error", "entropy")]
     entropies = []
     for learned in chosen:
         learned.learn_whole(z, y, z, y)
@@ -118,7 +118,7 @@ def test_classes_that_any_ridge_tells_apart_leave_the_choice_to_the_squared_erro
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(80) % 2
     z = 10 * torch.randn(2, 12, generator=generator)[y] + torch.randn(80, 12, generator=generator)
-    chosen = [ridge(ridge=criterion) for criterion in ("error", "entropy")]
+    chosen = [ridge(ridge_criterion=criterion) for criterion in ("error", "entropy")]
     for learned in chosen:
         learned.learn_whole(z, y, z, y)
     assert chosen[0].strength == chosen[1].strength < STRENGTHS[-1]
@@ -166,7 +166,7 @@ def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
     y = torch.arange(4).repeat(60)
     z = torch.randn(4, 12, generator=generator)[y] + 1.5 * torch.randn(240, 12, generator=generator)
     few = (y != 3) | (torch.arange(len(y)) >= 220)  # five of the last class
-    plain, even = ridge(), ridge(even=True)
+    plain, even = ridge(), ridge(logit_adjustment=True)
     for learned in (plain, even):
         learned.learn_whole(z[few], y[few], z[few], y[few])
     assert even.counts.tolist() == y[few].bincount().tolist()
@@ -186,7 +186,7 @@ def test_even_takes_the_classes_numbers_out_of_the_answer() -> None:
 def test_even_changes_nothing_where_classes_are_equally_many() -> None:
     z, y = problem()
     rows = torch.cat([torch.nonzero(y == c).squeeze(1)[:30] for c in range(4)])
-    plain, even = ridge(), ridge(even=True)
+    plain, even = ridge(), ridge(logit_adjustment=True)
     for learned in (plain, even):
         learned.learn_whole(z[rows], y[rows], z[rows], y[rows])
     torch.testing.assert_close(even.log_probabilities(z), plain.log_probabilities(z))

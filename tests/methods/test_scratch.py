@@ -25,7 +25,7 @@ from tpl.stream import Stream
 
 ENCODER = "resnet18:8"
 OPTIONS = {"epochs": 2, "batch_size": 6, "lr": 0.05}
-TURNED = {"turned_classes": True, "looks": "both"}
+TURNED = {"rotation_classes": True, "tta": "both"}
 
 
 @pytest.fixture(scope="module")

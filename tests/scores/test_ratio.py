@@ -72,9 +72,9 @@ def by_hand(config: RatioConfig) -> Array:
     elif config.out_of_task == "md":
         o, oy = OTHERS.numpy(), OTHERS_Y.numpy()
         ratio = ratio - md_by_hand(o, oy, q) / md_by_hand(o, oy, o).mean()
-    if config.logit == "none":
+    if config.logit_score == "none":
         return ratio
-    score = LOGIT[config.logit]
+    score = LOGIT[config.logit_score]
     beta1 = config.beta1 if config.beta1 is not None else 1 / score(f).mean()
     logit = beta1 * score(qf)
     if config.in_task == "none":
@@ -89,11 +89,11 @@ def by_hand(config: RatioConfig) -> Array:
     [
         {},
         {"compose": "and"},
-        {"logit": "msp"},
-        {"logit": "ebo", "compose": "and"},
-        {"logit": "none"},
+        {"logit_score": "msp"},
+        {"logit_score": "ebo", "compose": "and"},
+        {"logit_score": "none"},
         {"in_task": "none"},
-        {"in_task": "none", "logit": "ebo", "beta1": 0.5},
+        {"in_task": "none", "logit_score": "ebo", "beta1": 0.5},
         {"in_task": "knn"},
         {"in_task": "knn", "k": 2, "distance": "squared"},
         {"in_task": "knn", "k": 100},
@@ -105,7 +105,7 @@ def by_hand(config: RatioConfig) -> Array:
         {"k": 1000},
         {"beta1": 0.7, "beta2": 20.0},
         {"beta1": 0.0, "beta2": 0.0},
-        {"beta2": 15.0, "logit": "none", "out_of_task": "constant"},
+        {"beta2": 15.0, "logit_score": "none", "out_of_task": "constant"},
     ],
     ids=str,
 )
@@ -119,8 +119,8 @@ def test_the_choices_make_a_difference() -> None:
     base = fitted().score_features(QUERY, QUERY_F)
     for choice in (
         {"compose": "and"},
-        {"logit": "msp"},
-        {"logit": "none"},
+        {"logit_score": "msp"},
+        {"logit_score": "none"},
         {"in_task": "knn"},
         {"in_task": "none"},
         {"out_of_task": "md"},
@@ -136,7 +136,7 @@ def test_the_choices_make_a_difference() -> None:
 
 @pytest.mark.parametrize("logit", ["mls", "msp", "ebo"])
 def test_betas_bring_the_mean_on_the_training_data_to_one(logit: str) -> None:
-    score = fitted(logit=logit)
+    score = fitted(logit_score=logit)
     assert float(score.logit_part(Z, F).mean()) == pytest.approx(1)
     assert float(score.in_task_part(Z, F).mean()) == pytest.approx(1)
 
@@ -163,7 +163,7 @@ def test_composition_survives_large_scores(compose: str) -> None:
 @pytest.mark.parametrize("logit", ["mls", "ebo"])
 @pytest.mark.parametrize("shift", [-50.0, -1e3])
 def test_a_negative_mean_logit_does_not_turn_the_order_around(logit: str, shift: float) -> None:
-    score = LikelihoodRatio(RatioConfig(logit=logit, in_task="none")).fit_features(Z, F + shift, Y)
+    score = LikelihoodRatio(RatioConfig(logit_score=logit, in_task="none")).fit_features(Z, F + shift, Y)
     scores = score.score_features(Z, F + shift)
     raw = LOGIT[logit]((F + shift).numpy())
     assert raw.mean() < 0
@@ -178,7 +178,7 @@ def test_logits_that_are_all_zero_stay_finite() -> None:
 
 @pytest.mark.parametrize("out_of_task", ["knn", "md", "constant"])
 def test_without_other_tasks_the_ratio_is_md(out_of_task: str) -> None:
-    config = RatioConfig(logit="none", out_of_task=out_of_task)
+    config = RatioConfig(logit_score="none", out_of_task=out_of_task)
     score = LikelihoodRatio(config).fit_features(Z, F, Y).score_features(QUERY, QUERY_F)
     md = Mahalanobis("auto").fit_features(Z, F, Y)
     expected = md.score_features(QUERY, QUERY) / md.score_features(Z, Z).mean()
@@ -198,16 +198,16 @@ def test_refreshing_forgets_the_memory_before() -> None:
 
 
 def test_skipping_leaves_a_memory_sample_out() -> None:
-    score = fitted(logit="none", in_task="md")
+    score = fitted(logit_score="none", in_task="md")
     found = score.score_features(OTHERS, F[:24], skip_others=torch.arange(24))
     for i in (0, 11, 23):
         rest = torch.cat([OTHERS[:i], OTHERS[i + 1 :]])
-        alone = fitted(logit="none", in_task="md").refresh(OWN, rest)
+        alone = fitted(logit_score="none", in_task="md").refresh(OWN, rest)
         torch.testing.assert_close(found[i], alone.score_features(OTHERS[i : i + 1], F[:1])[0])
     assert bool((found >= score.score_features(OTHERS, F[:24]) - 1e-12).all())
 
 
-@pytest.mark.parametrize("choices", [{}, {"in_task": "knn"}, {"out_of_task": "md"}, {"logit": "ebo"}], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"in_task": "knn"}, {"out_of_task": "md"}, {"logit_score": "ebo"}], ids=str)
 def test_state_and_memory_restore_the_score_bit_for_bit(choices: dict[str, Any]) -> None:
     score = fitted(**choices)
     state = score.state()
@@ -217,7 +217,7 @@ def test_state_and_memory_restore_the_score_bit_for_bit(choices: dict[str, Any])
 
 
 def test_a_stored_state_serves_any_other_choice() -> None:
-    other = {"logit": "msp", "compose": "and", "out_of_task": "md", "distance": "squared", "k": 3}
+    other = {"logit_score": "msp", "compose": "and", "out_of_task": "md", "distance": "squared", "k": 3}
     again = LikelihoodRatio(RatioConfig(**other)).load_state(fitted().state()).refresh(OWN, OTHERS, OTHERS_Y)
     assert torch.equal(again.score_features(QUERY, QUERY_F), fitted(**other).score_features(QUERY, QUERY_F))
 
@@ -238,13 +238,13 @@ def test_float32_features_are_scored_in_float64() -> None:
     ("choices", "words"),
     [
         ({"compose": "xor"}, ["compose", "or, and", "xor"]),
-        ({"logit": "max"}, ["logit", "mls, msp, ebo, none"]),
+        ({"logit_score": "max"}, ["logit_score", "mls, msp, ebo, none"]),
         ({"in_task": "constant"}, ["in_task", "md, knn, none"]),
         ({"out_of_task": "none"}, ["out_of_task", "knn, md, constant"]),
         ({"distance": "cosine"}, ["distance", "l2, squared"]),
         ({"shrinkage": "lw"}, ["shrinkage", "auto, none, oas"]),
         ({"k": 0}, ["k must be at least 1", "0"]),
-        ({"logit": "none", "in_task": "none"}, ["at least one part", "logit", "in_task"]),
+        ({"logit_score": "none", "in_task": "none"}, ["at least one part", "logit_score", "in_task"]),
     ],
     ids=str,
 )
@@ -265,7 +265,7 @@ def test_knownness_is_the_scaled_distance_score_whatever_the_choices() -> None:
     z, logits = torch.randn(60, 4, generator=g), torch.randn(60, 3, generator=g) + 2
     y = torch.arange(60) % 3
     plain = LikelihoodRatio().fit_features(z, logits, y)
-    other = LikelihoodRatio(RatioConfig(logit="ebo", compose="and", in_task="knn", beta1=3.0)).fit_features(
+    other = LikelihoodRatio(RatioConfig(logit_score="ebo", compose="and", in_task="knn", beta1=3.0)).fit_features(
         z, logits, y
     )
     md = plain.centres.score_features(z, logits)

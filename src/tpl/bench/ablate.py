@@ -22,7 +22,7 @@ from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 
 # Options that turn scores into probabilities: the scores do not depend on them.
-AFTERWARDS = ("gamma", "calibration", "weight", "passes", "covered")
+AFTERWARDS = ("gamma", "calibration", "expert_weight", "passes", "passes_mass")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ VARIANTS: dict[str, Variant] = {
         for distance in ("l2", "squared")
         for calibration in ("none", "score", "shift", "probability")
     },
-    "LR alone": Variant("terms", {"logit": "none"}),
+    "LR alone": Variant("terms", {"logit_score": "none"}),
     "MLS alone": Variant("terms", {"in_task": "none"}),
-    "EBO instead of MLS": Variant("terms", {"logit": "ebo"}),
-    "MSP instead of MLS": Variant("terms", {"logit": "msp"}),
+    "EBO instead of MLS": Variant("terms", {"logit_score": "ebo"}),
+    "MSP instead of MLS": Variant("terms", {"logit_score": "msp"}),
     "E_t = MD, E_tc constant": Variant("terms", {"out_of_task": "constant"}),
     "E_t = MD, E_tc = MD": Variant("terms", {"out_of_task": "md"}),
     "E_t = KNN, E_tc = KNN": Variant("terms", {"in_task": "knn"}),
@@ -66,12 +66,12 @@ VARIANTS: dict[str, Variant] = {
 }
 # Options of tpl-plus. The expert alone answers like `ranpac`, the bank alone like `tpl`.
 PLUS_VARIANTS: dict[str, Variant] = {
-    "bank alone": Variant("expert", {"weight": 0.0}),
+    "bank alone": Variant("expert", {"expert_weight": 0.0}),
     "expert alone": Variant("expert", {"passes": "0"}),
-    **{f"weight = {w}": Variant("expert", {"weight": w}) for w in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)},
+    **{f"weight = {w}": Variant("expert", {"expert_weight": w}) for w in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)},
     **{f"passes = {n}": Variant("passes", {"passes": str(n)}) for n in (1, 2, 3, 5)},
     **{
-        f"passes = auto, covered = {share}": Variant("passes", {"passes": "auto", "covered": share})
+        f"passes = auto, covered = {share}": Variant("passes", {"passes": "auto", "passes_mass": share})
         for share in (0.8, 0.9, 0.95, 0.98, 0.99)
     },
 }

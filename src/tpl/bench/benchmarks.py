@@ -86,7 +86,7 @@ FROM_SCRATCH = FromScratch(
     {"lr": 0.05, "epochs": 75, "schedule": "cosine", "augment": "crop", "weight_decay": 5e-4, "nesterov": True},
     {
         "tpl": {
-            "others": "per_class", "turned_classes": True, "looks": "turned", "compose": "and", "calibration": "none",
+            "others": "per_class", "rotation_classes": True, "tta": "rotate", "compose": "and", "calibration": "none",
         },
     },
 )  # fmt: skip

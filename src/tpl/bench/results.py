@@ -23,6 +23,7 @@ from tpl.bench import metrics
 from tpl.bench.metrics import Matrix, matrix_of
 from tpl.errors import TplError
 from tpl.files import replace_atomically
+from tpl.migrate import current_options
 from tpl.store import ModelStore
 
 if TYPE_CHECKING:
@@ -76,12 +77,20 @@ class RunResult:
     def read(cls, out: Path) -> RunResult:
         """Read the result of a finished run."""
         try:
-            description = json.loads((out / "run.json").read_text(encoding="utf-8"))
+            description = read_description(out)
             content = json.loads((out / "results.json").read_text(encoding="utf-8"))
             matrices = {kind: matrix_of(rows) for kind, rows in content["matrices"].items()}
             return cls(description, content["summary"], matrices, **{key: content.get(key) for key in DETAILS})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TplError(f"{out} holds no finished run ({error}).") from error
+
+
+def read_description(out: Path) -> dict[str, Any]:
+    """The content of run.json, with options under today's names."""
+    description: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    for key in {"options", "benchmark_options"} & set(description):
+        description[key] = current_options(description["method"], description[key])
+    return description
 
 
 def stage_file(out: Path, stage: int) -> Path:
@@ -104,7 +113,7 @@ def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
 
 def summarise(out: Path, upto: int | None = None) -> RunResult:
     """The result of all stages of a run, or of the first `upto`."""
-    description = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    description = read_description(out)
     files = sorted((out / "stages").glob("*.json"))[:upto]
     stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     matrices = {kind: matrix_of([stage[kind] for stage in stages]) for kind in KINDS}

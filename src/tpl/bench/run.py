@@ -21,7 +21,15 @@ from typing import Any, Self
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import Evaluator
-from tpl.bench.results import RunResult, describe_environment, numbers_so_far, stage_file, summarise, write_stage
+from tpl.bench.results import (
+    RunResult,
+    describe_environment,
+    numbers_so_far,
+    read_description,
+    stage_file,
+    summarise,
+    write_stage,
+)
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
 from tpl.engine import Callback, Event, RunLabel, current, labelled, no_callback
@@ -177,7 +185,7 @@ class OpenRun:
 
     def _tracked(self, events: Path) -> TrackedRun:
         """What trackers know of this run before it begins."""
-        description = json.loads((self.out / "run.json").read_text(encoding="utf-8"))
+        description = read_description(self.out)
         lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
         return TrackedRun(self.out, flat(description), self.learned, epochs_of(lines, self.learned), bool(lines))
 
@@ -314,7 +322,7 @@ def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learne
     }
     file = out / "run.json"
     if file.exists():
-        before = {"held_out": 0.0} | json.loads(file.read_text(encoding="utf-8"))  # earlier versions held nothing out
+        before = {"held_out": 0.0} | read_description(out)  # earlier versions held nothing out
         before["benchmark_options"] = what["benchmark_options"]  # not in older files; `options` says what was run
         differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
         if differing:

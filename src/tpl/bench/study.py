@@ -76,7 +76,7 @@ def study(
 
 def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, callback: Callback) -> list[Path]:
     """Train what is not trained yet; the directories of the finished runs, one per class order."""
-    options = {"also": "all"} if technique == PLAIN else {"technique": technique, "store": True}
+    options = {"extra_scores": "all"} if technique == PLAIN else {"technique": technique, "keep_images": True}
     specs = [dataclasses.replace(spec, method="hat", order=order, options=spec.options | options) for order in orders]
     places = [out / technique / order.replace(":", "-").replace("/", "_") for order in orders]
     execute_together(specs, places, resume=True, callback=callback)
@@ -90,7 +90,7 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
     method = cast(HAT, loaded.method)  # `_trained` runs no other
     plain = run_outputs(place, description, spec.data, lambda: method).to(method.compute.device)
     for name in detectors:
-        method.rescore(score=name, choice="hard")
+        method.rescore(score=name, task_choice="hard")
         outputs = plain
         if name == "odin":  # it perturbs the images, so it needs its own forward pass
             outputs = compute_outputs(method, stream_of(description, spec.data)).to(method.compute.device)
@@ -102,9 +102,9 @@ def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
     assert told.scores is not None
     hard = outputs.accuracies(told.log_p)
     auroc = metrics.detection(told.scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
-    method.rescore(choice="calibrated")
+    method.rescore(task_choice="calibrated")
     calibrated = outputs.accuracies(method.decide(outputs.seen, scores=told.scores).log_p)
-    method.rescore(choice="hard")
+    method.rescore(task_choice="hard")
     return {"last": hard.last, "auroc": auroc, "til": hard.til, "last_calibrated": calibrated.last}
 
 

@@ -298,7 +298,7 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> dict[str, An
 
     train = trained_on(ready, request.held_out, learner.method.seed)
     if not learner.classes_ and learner.method.name == PLUS:
-        learner.method.set_options(width=width_for(train))
+        learner.method.set_options(random_features=width_for(train))
     epochs = request.epochs or epochs_for(learner.method, train)
     learner.method.set_options(epochs=epochs)
     return chosen | {"epochs": epochs}

@@ -40,8 +40,8 @@ class Recipe(Config):
     )
     augment: str = option(
         "none",
-        "none (public code); mirror: images are flipped horizontally half of the time; crop: and cropped at random",
-        ("none", "mirror", "crop"),
+        "none (public code); flip: images are flipped horizontally half of the time; crop: and cropped at random",
+        ("none", "flip", "crop"),
         group="augmentation",
     )
     momentum: float = option(0.9, "momentum of SGD", minimum=0, group="training")
@@ -71,7 +71,7 @@ class Recipe(Config):
         rotations: RotationClasses | None = None,
     ) -> Batches:
         """The batches this recipe asks for, with `numbers` random numbers a step."""
-        flip, crop = self.augment == "mirror", self.augment == "crop"
+        flip, crop = self.augment == "flip", self.augment == "crop"
         return Batches(new, replay, self.batch_size, generator, flip, numbers, crop, whole, rotations)
 
     def rate_at(self, done: float) -> float:

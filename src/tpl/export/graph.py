@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods.bank import Outputs, Seen
-from tpl.methods.bank.bank import UPRIGHT
+from tpl.methods.bank.bank import ORIGINAL
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.tpl import TPL
 from tpl.nets import AdapterStack, ViTEncoder
@@ -30,8 +30,8 @@ def exportable(learner: Learner) -> TPL:
         raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
-    if method.bank.looks != UPRIGHT:
-        raise TplError(f"A model with looks={method.config.looks} cannot be exported; one that looks once can.")
+    if method.bank.views != ORIGINAL:
+        raise TplError(f"A model with tta={method.config.tta} cannot be exported; one with tta=none can.")
     if not method.classes_:
         raise TplError("Nothing was learned yet: there is nothing to export.")
     if method.compute.device != CPU or method.compute.bf16:

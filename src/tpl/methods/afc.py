@@ -21,9 +21,9 @@ Bugs of the public code that are fixed here: its margin is subtracted from every
 right class, meant to be left out of the sum, stays in it as exp(0). With an effective margin, L falls with eta until
 classes are 0.6 apart, and eta would become negative; so the margin gives eta no gradient. Adapted: stages are the
 outputs of a few transformer blocks, positions are tokens, channels those of the residual stream. The first task's
-proxies come from k-means too, as features are good from the start with a pretrained trunk. eta starts at `scale`, not
-1: a cosine's gradient is small beside that of a linear head, and there are fewer and smaller steps here than 160 epochs
-at rate 0.1.
+proxies come from k-means too, as features are good from the start with a pretrained trunk. eta starts at
+`logit_scale`, not 1: a cosine's gradient is small beside that of a linear head, and there are fewer and smaller steps
+here than 160 epochs at rate 0.1.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,18 +59,14 @@ class AFCConfig(RehearsalConfig):
         "herding", "which images of a class are kept", ("random", "first", "herding"), group="memory"
     )
     proxies: int = option(10, "proxies of a class", minimum=1, group="classifier")
-    margin: float = option(0.6, "how much more similar the right class has to be", minimum=0, group="classifier")
-    scale: float = option(10.0, "eta at first (published: 1)", above=0, group="classifier")
-    consolidation: float = option(4.0, "weight of what is charged for changed features", minimum=0, group="loss")
-    stages: int = option(
-        4, "blocks whose outputs are consolidated, evenly spaced, the last among them", minimum=1, group="loss"
-    )
+    margin: ClassVar[float] = 0.6  # how much more similar the right class has to be
+    logit_scale: float = option(10.0, "eta at first (published: 1)", above=0, group="classifier")
+    consolidation_weight: float = option(4.0, "weight of what is charged for changed features", minimum=0, group="loss")
+    stages: ClassVar[int] = 4  # blocks whose outputs are consolidated, evenly spaced, the last among them
     balanced_epochs: float = option(
         0.125, "passes of the balanced training, as a share of epochs (20 of 160)", minimum=0, group="training"
     )
-    balanced_lr: float = option(
-        0.5, "its learning rate, as a share of lr (0.05 of 0.1 published)", above=0, group="training"
-    )
+    balanced_lr: ClassVar[float] = 0.5  # its learning rate, as a share of lr (0.05 of 0.1 published)
 
 
 class ProxyNetwork(Network):
@@ -87,7 +84,7 @@ class ProxyNetwork(Network):
         self.stage_ends = [blocks * (i + 1) // wanted - 1 for i in range(wanted)]
         self.head_weight = nn.Parameter(torch.zeros(0, config.proxies, encoder.dim))
         self.head_bias.requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(config.scale))
+        self.scale = nn.Parameter(torch.tensor(config.logit_scale))
         self.register_buffer("importance", torch.ones(wanted, encoder.dim))
         self.to(compute.device)
 
@@ -138,7 +135,7 @@ class AFC(RehearsalMethod):
         teacher = self.network.copy() if known else None
         new = self.grow(task, samples)
         self.place_proxies(samples, known)
-        self.fit(new, callback, Consolidation(self.network, config.margin, teacher, config.consolidation), old)
+        self.fit(new, callback, Consolidation(self.network, config.margin, teacher, config.consolidation_weight), old)
         epochs = math.ceil(config.balanced_epochs * config.epochs)
         if old is not None and epochs:
             recipe = config.replace(epochs=epochs, lr=config.balanced_lr * config.lr)

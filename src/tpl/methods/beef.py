@@ -23,13 +23,14 @@ A sum of linear functions is linear: the result is one classifier over all featu
 Bugs of the public code that are fixed here: it zeroes a class's logit for the whole batch, in the columns of all labels
 in it; and fusion replaces the old biases by the new ones instead of adding them. Adapted: an extractor is adapters and
 layer norms over one frozen trunk. The negatives' random noise (1e-3, below the resolution of bf16 for a pixel) is left
-out, so they are the same in every run. They cost `negative_steps` + 1 further passes a step; with `energy=0` there are
-none.
+out, so they are the same in every run. They cost `negative_steps` + 1 further passes a step; with
+`energy_weight=0` there are none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,14 +49,16 @@ from tpl.stream import Task
 class BEEFConfig(RehearsalConfig):
     """BEEF's options beyond those of training and memory."""
 
-    energy: float = option(0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0, group="loss")
+    energy_weight: float = option(
+        0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0, group="loss"
+    )
     negative_steps: int = option(3, "steps in which negatives are moved towards larger logits", minimum=0, group="loss")
-    negative_lr: float = option(0.01, "how far each of them goes, in normalised pixels", minimum=0, group="loss")
-    alignment: float = option(1.7, "old tasks' logits are divided by this in training", above=0, group="loss")
+    negative_lr: ClassVar[float] = 0.01  # how far each of them goes, in normalised pixels
+    alignment: ClassVar[float] = 1.7  # old tasks' logits are divided by this in training
     fusion_epochs: int = option(
         60, "passes over the balanced set that fuse old and new answers", minimum=0, group="classifier"
     )
-    fusion_lr: float = option(0.05, "learning rate of that at first; it falls to zero", above=0, group="classifier")
+    fusion_lr: ClassVar[float] = 0.05  # learning rate of that at first; it falls to zero
 
 
 @register
@@ -151,15 +154,15 @@ class BiCompatible(CrossEntropy):
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all heads; without an energy loss the forward prototypes are not used."""
-        return [*self.backward, *self.new, *(self.forward if self.config.energy else ())]
+        return [*self.backward, *self.new, *(self.forward if self.config.energy_weight else ())]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over old tasks and new classes, and the energy loss on negatives."""
         z = self.network.newest_features(images)
         logits = torch.cat([self.backward(z) / self.config.alignment, self.new(z)], dim=1)
         loss = F.cross_entropy(logits, self.columns_of(labels))
-        if self.config.energy:
-            loss = loss + self.config.energy * self.energy_loss(self.negatives(images), labels)
+        if self.config.energy_weight:
+            loss = loss + self.config.energy_weight * self.energy_loss(self.negatives(images), labels)
         return loss
 
     def columns_of(self, labels: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ joins new and remembered images in one shuffled set; here, as for all methods, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ from tpl.stream import Task
 class DERConfig(RehearsalConfig):
     """DER's options beyond those of training and memory."""
 
-    auxiliary: float = option(1.0, "weight of the auxiliary loss", minimum=0, group="loss")
+    auxiliary_weight: float = option(1.0, "weight of the auxiliary loss", minimum=0, group="loss")
     classifier: str = option(
         "retrained",
         "what becomes of it after a task; retrained: on a balanced set (paper); aligned: new rows are scaled to the "
@@ -55,7 +56,7 @@ class DERConfig(RehearsalConfig):
     retrained_epochs: int = option(
         30, "passes over the balanced set that retrain the classifier", minimum=1, group="classifier"
     )
-    retrained_lr: float = option(1.0, "their learning rate, for features of length 1", above=0, group="classifier")
+    retrained_lr: ClassVar[float] = 1.0  # their learning rate, for features of length 1
 
 
 @register
@@ -81,7 +82,7 @@ class DER(ExpansionMethod):
             network.expand(self.generator("columns"))
         new = self.grow(task, samples)
         if known:
-            objective = AuxiliaryLoss(network, known, self.config.auxiliary, self.generator("auxiliary"))
+            objective = AuxiliaryLoss(network, known, self.config.auxiliary_weight, self.generator("auxiliary"))
             trainable = [*network.parameters(), *objective.head]
             self.fit(new, callback, objective, old, trainable=trainable)
             self.balance(new, old, known)

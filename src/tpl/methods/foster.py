@@ -30,6 +30,7 @@ size of FOSTER suggests that its authors kept the expanded network; here it is c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,6 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import IGNORED, Callback, Samples
-from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.distill import mean_of, soft_cross_entropy
 from tpl.methods.parts.expansion import ExpandedNetwork, Extractor, Head
@@ -50,21 +50,15 @@ from tpl.stream import Task
 class FOSTERConfig(RehearsalConfig):
     """FOSTER's options beyond those of training and memory."""
 
-    boosting_beta: float = option(
-        0.96, "b while boosting, below 1; 0: all classes count the same", minimum=0, group="loss"
-    )
-    compression_beta: float = option(0.97, "b while compressing, below 1", minimum=0, group="loss")
+    boosting_beta: ClassVar[float] = 0.96  # b while boosting, below 1; 0: all classes count the same
+    compression_beta: ClassVar[float] = 0.97  # b while compressing, below 1
     temperature: float = option(2.0, "temperature of both distillations", above=0, group="loss")
-    keep: float = option(1.0, "weight of keeping what the old network says of old classes", minimum=0, group="loss")
+    distill_weight: float = option(
+        1.0, "weight of keeping what the old network says of old classes", minimum=0, group="loss"
+    )
     compression: float = option(
         0.75, "passes of the compression, as a share of epochs (130 of 170 published)", above=0, group="training"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("boosting_beta", "compression_beta"):
-            if not getattr(self, name) < 1:
-                raise TplError(f"{name} must be below 1; got {getattr(self, name)}.")
 
 
 @register
@@ -162,7 +156,7 @@ class Boosting(CrossEntropy):
         taught = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
         kept = soft_cross_entropy(logits[:, :known], taught, self.config.temperature)
         loss = F.cross_entropy(logits / self.weights, labels) + F.cross_entropy(self.head(z[:, dim:]), labels)
-        return loss + self.config.keep * mean_of(kept, labels != IGNORED)
+        return loss + self.config.distill_weight * mean_of(kept, labels != IGNORED)
 
 
 class Compression(CrossEntropy):

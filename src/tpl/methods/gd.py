@@ -43,7 +43,9 @@ class GDConfig(BalancingConfig):
     """GD's options."""
 
     temperature: float = option(2.0, "temperature of distillation", above=0, group="loss")
-    confidence: float = option(1.0, "weight of the specialist's loss on remembered images", minimum=0, group="loss")
+    confidence_weight: float = option(
+        1.0, "weight of the specialist's loss on remembered images", minimum=0, group="loss"
+    )
 
 
 class Specialist(CrossEntropy):
@@ -89,7 +91,7 @@ class GD(RehearsalMethod):
         """The three trainings of a task that brings `count` classes to old ones."""
         config, first = self.config, len(self.classes_)
         before = self.network.copy()
-        self.fit(new, no_callback, Specialist(self.network, first, config.confidence), old, name="specialist")
+        self.fit(new, no_callback, Specialist(self.network, first, config.confidence_weight), old, name="specialist")
         specialist = self.network.copy()
         self.network.load_state_dict(before.state_dict())
         prev, own = class_slices([first, count])

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +61,7 @@ class HALConfig(RehearsalConfig):
     anchor_steps: int = option(
         30, "steps in which an anchor is made (published: 100 of plain SGD)", minimum=1, group="anchors"
     )
-    anchor_rate: float = option(
-        4.0, "how far such a step moves a pixel, in grey levels, root mean square", above=0, group="anchors"
-    )
+    anchor_rate: ClassVar[float] = 4.0  # how far such a step moves a pixel, in grey levels, root mean square
 
 
 class Anchoring(CrossEntropy):

@@ -2,7 +2,8 @@
 
 No replay: every task's head has outputs for its own classes alone (Serra et al., 2018; the paper's HAT_CIL uses MSP).
 At test time each task's model scores the image, and the task with the largest raw score predicts the class:
-t = argmax_j S_j(x). `choice=calibrated` makes the scores comparable on stored images first, which the paper does not.
+t = argmax_j S_j(x). `task_choice=calibrated` makes the scores comparable on stored images first, which the paper does
+not.
 
 The detector is one of the twelve post-hoc ones in `tpl.scores`; the training technique is one of
 `tpl.methods.bank.techniques`. Together they are the paper's study of twenty detectors as task predictors.
@@ -53,16 +54,16 @@ class HATConfig(MemoryConfig):
         ("misplaced", "none"),
         group="training",
     )
-    choice: str = option(
+    task_choice: str = option(
         "hard",
         "hard: the task with the largest raw score (paper); calibrated: on the memory",
         ("hard", "calibrated"),
         group="task prediction",
     )
-    also: str = option(
+    extra_scores: str = option(
         "", "further detectors to fit, joined by commas, or all: for `rescore` and studies", group="task prediction"
     )
-    store: bool = option(
+    keep_images: bool = option(
         False, "keep images even where nothing needs them yet, e.g. to calibrate later", group="memory"
     )
 
@@ -71,8 +72,8 @@ class HATConfig(MemoryConfig):
         unknown = [name for name in self.fitted if name not in DETECTORS]
         if unknown:
             raise TplError(f"There is no detector '{unknown[0]}'; there are {', '.join(DETECTORS)}.")
-        if self.turned_classes and self.technique != "none":
-            raise TplError(f"turned_classes=true and technique={self.technique} are two ways to train: choose one.")
+        if self.rotation_classes and self.technique != "none":
+            raise TplError(f"rotation_classes=true and technique={self.technique} are two ways to train: choose one.")
         if self.memory_needed and not self.memory:
             raise TplError(f"{self.memory_needed}: give it a memory, e.g. memory=2000.")
 
@@ -82,15 +83,17 @@ class HATConfig(MemoryConfig):
         needs = {
             "score=knn compares with stored images": "knn" in self.fitted,
             f"technique={self.technique} trains against stored images": TECHNIQUES[self.technique].outliers,
-            "choice=calibrated is fitted on stored images": self.choice == "calibrated",
-            "store=true keeps images": self.store,
+            "task_choice=calibrated is fitted on stored images": self.task_choice == "calibrated",
+            "keep_images=true keeps images": self.keep_images,
         }
         return next((why for why, needed in needs.items() if needed), "")
 
     @property
     def fitted(self) -> list[str]:
         """The detectors that are fitted to every task."""
-        further = list(DETECTORS) if self.also == ALL else [name for name in self.also.split(",") if name]
+        further = (
+            list(DETECTORS) if self.extra_scores == ALL else [name for name in self.extra_scores.split(",") if name]
+        )
         return list(dict.fromkeys([self.score, *further]))
 
 
@@ -159,22 +162,22 @@ class HAT(BankMethod):
             for detector in detectors.values():
                 detector.use_memory(seen.features[tasks == t])
         if calibrate:
-            wanted = self.config.choice == "calibrated" and len(task_classes) > 1
+            wanted = self.config.task_choice == "calibrated" and len(task_classes) > 1
             self.calibration_ = None
             if wanted:
                 shares = equal_shares(self.memory.labels.to(tasks.device))
                 self.calibration_ = calibrate_together(self.task_scores(self.memory_outputs_), tasks, shares)
 
     def rescore(self, **changes: Any) -> None:
-        """Switch to another of the fitted detectors or another `choice`, without training."""
-        fixed = [name for name in changes if name not in ("score", "choice")]
+        """Switch to another of the fitted detectors or another `task_choice`, without training."""
+        fixed = [name for name in changes if name not in ("score", "task_choice")]
         if fixed:
             raise TplError(f"{', '.join(fixed)} cannot change once a task is learned; start a new model.")
         # Later tasks are learned as before: the same detectors are fitted, images are stored or not.
-        also = ALL if self.config.also == ALL else ",".join(self.config.fitted)
-        config = self.config.replace(**({"also": also, "store": self.memory_budget > 0} | changes))
+        also = ALL if self.config.extra_scores == ALL else ",".join(self.config.fitted)
+        config = self.config.replace(**({"extra_scores": also, "keep_images": self.memory_budget > 0} | changes))
         if config.memory_needed and not self.memory_budget:
-            raise TplError(f"{config.memory_needed}, and this model has none; store=true would have kept some.")
+            raise TplError(f"{config.memory_needed}, and this model has none; keep_images=true would have kept some.")
         if self.detectors_ and config.score not in self.detectors_[0]:
             raise TplError(f"{config.score} was not fitted; the model has {', '.join(self.detectors_[0])}.")
         other_outputs = self._perturbs(config.score) != self._perturbs(self.config.score)

@@ -46,10 +46,10 @@ class L2PConfig(Recipe):
 
     lr: float = option(0.002, "learning rate of Adam (published: 0.001875 at a batch of 16)", above=0, group="training")
     momentum: float = option(0.9, "Adam's first beta, above 0 and below 1", above=0, group="training")
-    pool: int = option(10, "prompts in the pool", minimum=1, group="prompts")
-    length: int = option(5, "tokens a prompt", minimum=1, group="prompts")
-    chosen: int = option(5, "prompts an image chooses", minimum=1, group="prompts")
-    pull: float = option(
+    prompt_pool: int = option(10, "prompts in the pool", minimum=1, group="prompts")
+    prompt_length: int = option(5, "tokens a prompt", minimum=1, group="prompts")
+    prompts_per_image: int = option(5, "prompts an image chooses", minimum=1, group="prompts")
+    key_weight: float = option(
         0.1, "how strongly chosen keys are drawn towards the queries that chose them", minimum=0, group="prompts"
     )
 
@@ -57,8 +57,11 @@ class L2PConfig(Recipe):
         super().__post_init__()
         if self.nesterov or self.momentum >= 1:
             raise TplError("L2P is trained by Adam: momentum must be below 1, and nesterov=true means nothing here.")
-        if self.chosen > self.pool:
-            raise TplError(f"An image cannot choose {self.chosen} prompts of {self.pool}; lower chosen or raise pool.")
+        if self.prompts_per_image > self.prompt_pool:
+            raise TplError(
+                f"An image cannot choose {self.prompts_per_image} prompts of {self.prompt_pool}; "
+                "lower prompts_per_image or raise prompt_pool."
+            )
 
     def optimiser(self, parameters: Sequence[Tensor]) -> Adam:
         """Adam, as published."""
@@ -70,8 +73,10 @@ class Pool(GrowingHead):
 
     def __init__(self, dim: int, config: L2PConfig, generator: torch.Generator) -> None:
         super().__init__()
-        self.keys = nn.Parameter(torch.empty(config.pool, dim).uniform_(-1, 1, generator=generator))
-        self.prompts = nn.Parameter(torch.empty(config.pool, config.length, dim).uniform_(-1, 1, generator=generator))
+        self.keys = nn.Parameter(torch.empty(config.prompt_pool, dim).uniform_(-1, 1, generator=generator))
+        self.prompts = nn.Parameter(
+            torch.empty(config.prompt_pool, config.prompt_length, dim).uniform_(-1, 1, generator=generator)
+        )
         self.new_head(dim)
 
 
@@ -94,7 +99,7 @@ class PromptLoss(Loss):
         logits = F.linear(features, pool.head_weight[self.old :], pool.head_bias[self.old :])
         counted = (labels != IGNORED).float()
         similar = (similarity.sum(dim=1) * counted).sum() / counted.sum()
-        return F.cross_entropy(logits, labels) - self.method.config.pull * similar
+        return F.cross_entropy(logits, labels) - self.method.config.key_weight * similar
 
 
 @register
@@ -133,7 +138,7 @@ class L2P(Method):
         dtype = self.compute.dtype
         with torch.no_grad():
             queries = self.encoder(images, self.norms, dtype=dtype)
-        similarity, numbers = choose(queries, keys, self.config.chosen)
+        similarity, numbers = choose(queries, keys, self.config.prompts_per_image)
         # A product, not an index: gradients of a prompt that many images select are then summed in a fixed order.
         picked = (numbers.unsqueeze(2) == torch.arange(len(keys), device=keys.device)).to(prompts)
         own = (picked @ prompts.flatten(1)).unflatten(2, prompts.shape[1:]).flatten(1, 2)

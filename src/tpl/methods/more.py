@@ -13,6 +13,7 @@ It creates a new optimiser for every batch, which amounts to no momentum, the de
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,14 +37,14 @@ class MOREConfig(MemoryConfig):
     back_update_epochs: int = option(
         10, "passes in which earlier heads are trained on after each task", minimum=0, group="training"
     )
-    back_update_lr: float = option(0.01, "learning rate of that", above=0, group="training")
+    back_update_lr: ClassVar[float] = 0.01  # learning rate of that
     back_update_momentum: float = option(
         0.0,
         "momentum of that; the public code's fresh optimiser for every batch comes to none",
         minimum=0,
         group="training",
     )
-    back_update_batch: int = option(16, "images a step of that", minimum=1, group="training")
+    back_update_batch: ClassVar[int] = 16  # images a step of that
     temperature: float = option(2.0, "temperature of a head's softmax", above=0, group="task prediction")
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +59,7 @@ class OWMConfig(NetworkConfig):
     alpha_head: float = option(
         10.0, "the same for the head (public code: 0.1, for shorter features)", above=0, group="gradient projection"
     )
-    clip: float = option(
-        10.0, "the largest norm of all projected gradients together", above=0, group="gradient projection"
-    )
+    clip: ClassVar[float] = 10.0  # the largest norm of all projected gradients together
 
     def __post_init__(self) -> None:
         super().__post_init__()

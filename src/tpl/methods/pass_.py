@@ -48,10 +48,10 @@ class PASSConfig(NetworkConfig):
     temperature: float = option(
         1.0, "what logits are divided by; 0.1 as published lets SGD diverge", above=0, group="loss"
     )
-    prototypes: float = option(
+    prototype_weight: float = option(
         1.0, "weight of the loss on old classes' noisy prototypes (published: 10)", minimum=0, group="loss"
     )
-    distill: float = option(
+    distill_weight: float = option(
         10.0, "weight of the distance to the old network's features, by their length", minimum=0, group="loss"
     )
 
@@ -103,7 +103,7 @@ class PassLoss(CrossEntropy):
             moved = torch.linalg.vector_norm((z - before) * counted) / torch.linalg.vector_norm(before * counted)
             old, numbers = noisy(self.prototypes, self.radius, draws[0], config.batch_size)
             replayed = F.cross_entropy(network.logits(old) / config.temperature, ROTATIONS * numbers)
-            loss = loss + config.prototypes * replayed + config.distill * moved
+            loss = loss + config.prototype_weight * replayed + config.distill_weight * moved
         return loss.unsqueeze(0)
 
 

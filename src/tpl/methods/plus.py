@@ -41,16 +41,16 @@ NEVER = -1e4  # log-probability of a class whose task was not queried: below any
 class PlusConfig(RidgeConfig, TPLConfig):
     """TPL's options, and those of the global expert."""
 
-    sees: str = option(
+    expert_views: str = option(
         "first",
         "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
         ("encoder", "first"),
         group="expert",
     )
-    weight: float = option(
+    expert_weight: float = option(
         2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0, group="expert"
     )
-    balance: str = option(
+    expert_weighting: str = option(
         "fitted",
         "how much bank and expert count: by images held out, where there are any; or fixed",
         ("fitted", "fixed"),
@@ -58,10 +58,10 @@ class PlusConfig(RidgeConfig, TPLConfig):
     )
     passes: str = option(
         "all",
-        "tasks asked for an image: all, a number (0: the expert alone), or auto: until `covered` is reached",
+        "tasks asked for an image: all, a number (0: the expert alone), or auto: until `passes_mass` is reached",
         group="test time",
     )
-    covered: float = option(
+    passes_mass: float = option(
         0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0, group="test time"
     )
 
@@ -71,8 +71,8 @@ class PlusConfig(RidgeConfig, TPLConfig):
             raise TplError(f"passes must be all, auto or a number of tasks; got '{self.passes}'.")
         if self.passes != ALL and self.calibration == "probability":
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
-        if self.looks != "upright":
-            raise TplError(f"tpl-plus has no test-time augmentation: looks={self.looks} is for tpl alone.")
+        if self.tta != "none":
+            raise TplError(f"tpl-plus has no test-time augmentation: tta={self.tta} is for tpl alone.")
 
 
 class Balance:
@@ -131,7 +131,7 @@ class TPLPlus(TPL):
     config_class = PlusConfig
     from_scratch = False  # the expert needs a pre-trained encoder
     config: PlusConfig
-    rescorable = TPL.rescorable | {"weight", "balance", "passes", "covered"}
+    rescorable = TPL.rescorable | {"expert_weight", "expert_weighting", "passes", "passes_mass"}
 
     def __init__(self, encoder: Encoder, config: PlusConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
@@ -169,13 +169,13 @@ class TPLPlus(TPL):
     @property
     def exponents(self) -> tuple[float, float]:
         """The exponents a and w."""
-        fitted = self.config.balance == "fitted" and self.balance_.images > 0
-        return self.balance_.exponents if fitted else (1.0, self.config.weight)
+        fitted = self.config.expert_weighting == "fitted" and self.balance_.images > 0
+        return self.balance_.exponents if fitted else (1.0, self.config.expert_weight)
 
     def weighting(self) -> dict[str, Any]:
         """The exponents, and the number of held-out images that they were fitted on; 0: they are options."""
         a, w = self.exponents
-        fitted = self.balance_.images if self.config.balance == "fitted" else 0
+        fitted = self.balance_.images if self.config.expert_weighting == "fitted" else 0
         return {"bank": round(a, 4), "expert": round(w, 4), "fitted_on": fitted}
 
     def _memory_features(self) -> Tensor:
@@ -200,18 +200,18 @@ class TPLPlus(TPL):
     def common_features(self, pixels: Tensor) -> Tensor:
         """The expert's input, which no task changes: encoder features, and with `sees=first` the first task's."""
         plain = self.encoder_features(pixels)
-        return plain if self.config.sees == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
+        return plain if self.config.expert_views == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
 
     def join_common(self, encoder: Tensor, models: Sequence[Tensor]) -> Tensor:
         """`common_features` from the encoder's own features and those under each of `models`."""
-        if self.config.sees == "encoder":
+        if self.config.expert_views == "encoder":
             return encoder
         return torch.cat([encoder, models[0 if self.view_ is None else len(self.bank.tasks)]], dim=1)
 
     @property
     def _through_first_task(self) -> bool:
         """Whether the expert's features include those of the bank's first task."""
-        return self.config.sees == "first" and self.view_ is None
+        return self.config.expert_views == "first" and self.view_ is None
 
     def _first(self, pixels: Tensor) -> Tensor:
         if self.view_ is None:
@@ -310,7 +310,7 @@ class TPLPlus(TPL):
             return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
         ranked, order = share.sort(dim=1, descending=True)
         if self.config.passes == AUTO:
-            wanted = ranked.cumsum(dim=1) - ranked < self.config.covered  # up to the one that reaches it
+            wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
         else:
             wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
         asked = torch.zeros_like(wanted).scatter(1, order, wanted)

@@ -26,7 +26,7 @@ RIDGE = "ridge."
 class RanPACConfig(RidgeConfig, NetworkConfig):
     """RanPAC's options; those of training matter for the first task alone, with `adapt=first`."""
 
-    even: bool = option(
+    logit_adjustment: bool = option(
         False, "answer as if all classes had equally many images; not as published", group="ridge classifier"
     )
     adapt: str = option(

@@ -13,6 +13,7 @@ rounds to a zero that cannot be trained; here they are initialised as in all met
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,9 +40,7 @@ class ROWConfig(MemoryConfig):
     task_head_epochs: int = option(
         10, "passes over the memory that train every task's head for tasks", minimum=0, group="training"
     )
-    head_batch: int = option(
-        32, "images a step of both; as many of others come on top in the second", minimum=1, group="training"
-    )
+    head_batch: ClassVar[int] = 32  # images a step of both; as many of others come on top in the second
     temperature: float = option(5.0, "temperature of both heads' softmax", above=0, group="task prediction")
 
 

@@ -22,7 +22,7 @@ from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, TaskModel, within_tasks
-from tpl.methods.bank.bank import LOOKS
+from tpl.methods.bank.bank import TTA
 from tpl.methods.bank.imageless import FEATURES, IMAGES, KINDS, StoredStatistics, some_rows
 from tpl.methods.bank.method import BankMethod, MemoryConfig
 from tpl.methods.bank.training import TrainingJob
@@ -62,11 +62,11 @@ class TPLConfig(RatioConfig, MemoryConfig):
         KINDS,
         group="memory",
     )
-    looks: str = option(
-        "upright",
-        "what an answer looks at: upright: the image; mirrored: and its mirror image; turned: and its quarter turns, "
-        "if there are turned_classes; both: eight passes in all",
-        tuple(LOOKS),
+    tta: str = option(
+        "none",
+        "test-time augmentation: answers are averaged over the image and its horizontal flip, its three rotations "
+        "(with rotation_classes), or both (eight passes)",
+        tuple(TTA),
         group="test time",
     )
 
@@ -74,10 +74,10 @@ class TPLConfig(RatioConfig, MemoryConfig):
         super().__post_init__()
         if self.memory_kind != IMAGES and self.in_task == "knn":
             raise TplError(f"in_task=knn compares with stored images; memory_kind={self.memory_kind} keeps none.")
-        if any(look.quarters for look in LOOKS[self.looks]) and not self.turned_classes:
+        if any(view.rotation for view in TTA[self.tta]) and not self.rotation_classes:
             raise TplError(
-                f"looks={self.looks} reads the outputs for turned images: train with turned_classes=true, or choose "
-                "looks=upright or mirrored."
+                f"tta={self.tta} reads the outputs for rotated images: train with rotation_classes=true, or choose "
+                "tta=none or flip."
             )
 
 
@@ -104,7 +104,7 @@ class TPL(BankMethod):
                 "scratch: use memory_kind=none or images."
             )
         super().__init__(encoder, config, compute, seed)
-        self.bank.looks = LOOKS[config.looks]
+        self.bank.views = TTA[config.tta]
         self.statistics = (
             StoredStatistics(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
         )

@@ -25,6 +25,7 @@ from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.methods.base import seeded
 from tpl.methods.tpl import TPL, TPLConfig
+from tpl.migrate import current_options
 from tpl.nets.vectors import VectorEncoder, random_units
 from tpl.store import State
 from tpl.stream import ImageSet, Preprocess, Task
@@ -32,7 +33,7 @@ from tpl.stream.vectors import LIMIT, VectorSet, standardisation
 
 Array = NDArray[Any]
 
-FOR_IMAGES = ("augment", "turned_classes", "looks")  # options that make no sense of a vector
+FOR_IMAGES = ("augment", "rotation_classes", "tta")  # options that make no sense of a vector
 VERSION = 2  # of what is pickled
 
 
@@ -277,7 +278,9 @@ def _version_1(stored: io.BytesIO, device: torch.device) -> dict[str, Any]:
     limit = None if old["config"].standardise == "none" else LIMIT
     numbers = np.cumsum([0, *(task.own for task in old["tasks"])]).tolist()
     return {
-        "options": {name: value for name, value in vars(old["config"]).items() if name in known},
+        "options": {
+            name: value for name, value in current_options("tpl", vars(old["config"])).items() if name in known
+        },
         "seed": old["seed"],
         "classes": [[str(c) for c in range(a, b)] for a, b in itertools.pairwise(numbers)],
         "units": list(bank.encoder._buffers.values()),

@@ -31,7 +31,7 @@ LOGITS: dict[str, type[LogitScore]] = {s.name: s for s in (MaxLogit, MaxSoftmax,
 class RatioConfig(Config):
     """The choices in TPL's score; all but `shrinkage` can be changed on a trained model."""
 
-    logit: str = option(
+    logit_score: str = option(
         "mls", "logit score; none leaves the likelihood ratio alone", (*LOGITS, "none"), group="task prediction"
     )
     in_task: str = option(
@@ -71,7 +71,7 @@ class RatioConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.logit == "none" and self.in_task == "none":
+        if self.logit_score == "none" and self.in_task == "none":
             raise TplError("A score needs at least one part: logit and in_task cannot both be none.")
 
 
@@ -156,7 +156,7 @@ class LikelihoodRatio(Score):
         if self.config.in_task == "none":
             return self.logit_part(z, logits)
         ratio = self.in_task_part(z, logits, skip_own) - self.out_of_task_part(z, skip_others)
-        if self.config.logit == "none":
+        if self.config.logit_score == "none":
             return ratio
         logit = self.logit_part(z, logits)
         if self.config.compose == "or":
@@ -165,9 +165,9 @@ class LikelihoodRatio(Score):
 
     def logit_part(self, z: Tensor, logits: Tensor) -> Tensor:
         """beta1 * S_logit."""
-        position = list(LOGITS).index(self.config.logit)
+        position = list(LOGITS).index(self.config.logit_score)
         beta = self.config.beta1 if self.config.beta1 is not None else 1 / self.scales_[position]
-        return beta * LOGITS[self.config.logit]().score_features(z, logits)
+        return beta * LOGITS[self.config.logit_score]().score_features(z, logits)
 
     def in_task_part(self, z: Tensor, logits: Tensor, skip: Tensor | None = None) -> Tensor:
         """E_t: beta2 * S_MD, or minus the distance to the task's own memory."""

@@ -22,7 +22,7 @@ from tpl.methods.afc import (
 )
 from tpl.stream import Stream
 
-OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 12, "proxies": 3, "stages": 2}
+OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 12, "proxies": 3}
 
 
 def seeded(number: int) -> torch.Generator:

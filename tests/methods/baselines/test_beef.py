@@ -53,7 +53,7 @@ def test_old_images_ask_for_their_task_and_new_ones_for_their_class(network: Exp
 
 
 def test_both_losses_by_hand(network: ExpandedNetwork) -> None:
-    objective = objective_for(network, energy=0.5, negative_steps=1, negative_lr=0.1)
+    objective = objective_for(network, energy_weight=0.5, negative_steps=1)
     images, labels = torch.randn(4, 3, 32, 32, generator=seeded(3)), torch.tensor([[3, 5, 0, IGNORED]])
     nothing = torch.zeros(())
     loss = objective.losses(images, labels, nothing, nothing)[0]
@@ -66,7 +66,7 @@ def test_both_losses_by_hand(network: ExpandedNetwork) -> None:
     z = network.newest_features(upside_down)
     (objective.backward(z).sum() + objective.new(z).sum()).backward()
     assert upside_down.grad is not None
-    negatives = upside_down.detach() + 0.1 * upside_down.grad
+    negatives = upside_down.detach() + 0.01 * upside_down.grad
     z = network.newest_features(negatives)
     rows = torch.cat([objective.backward(z), objective.new(z), objective.forward(z)], dim=1)
     for row, own in zip(rows, (1, 3, 0), strict=True):

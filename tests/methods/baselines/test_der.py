@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Samples
-from tpl.methods.der import DER, AuxiliaryLoss, aligned, auxiliary_labels
+from tpl.methods.der import DER, AuxiliaryLoss, DERConfig, aligned, auxiliary_labels
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 12}
@@ -33,7 +33,7 @@ def test_alignment_by_hand() -> None:
 
 
 def test_the_loss_is_both_entropies_and_rows_that_fill_up_do_not_count(small_stream: Stream) -> None:
-    learner, method = der(auxiliary=0.5)
+    learner, method = der(auxiliary_weight=0.5)
     learner.learn(small_stream[0])
     network = method.network
     network.expand(torch.Generator().manual_seed(0))
@@ -81,9 +81,10 @@ def test_the_classifier_is_retrained_on_what_the_memory_and_the_task_have_alike(
     assert samples.labels.bincount().tolist() == 4 * [quota]
 
 
-def test_one_step_of_retraining_by_hand(small_stream: Stream) -> None:
+def test_one_step_of_retraining_by_hand(small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """W' = W - rate * (softmax(W u) - onehot) u^T / n, u = z / mean length; answers then read z itself."""
-    learner, method = der(retrained_epochs=1, retrained_lr=0.5, batch_size=64, momentum=0.0)
+    monkeypatch.setattr(DERConfig, "retrained_lr", 0.5)
+    learner, method = der(retrained_epochs=1, batch_size=64, momentum=0.0)
     learner.learn(small_stream[0])
     samples = method.old_samples()
     assert samples is not None

@@ -9,7 +9,15 @@ from torch import Tensor
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import IGNORED, Samples, no_callback
-from tpl.methods.foster import FOSTER, Boosting, balanced_distillation, effective_weights, expanded, times_seen
+from tpl.methods.foster import (
+    FOSTER,
+    Boosting,
+    FOSTERConfig,
+    balanced_distillation,
+    effective_weights,
+    expanded,
+    times_seen,
+)
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 8, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 12}
@@ -100,8 +108,11 @@ def test_boosting_moves_the_new_extractor_and_nothing_old(boosted: tuple[FOSTER,
     assert all(p.grad is None for p in still)
 
 
-def test_the_compressed_network_answers_as_the_two_that_taught_it(small_stream: Stream) -> None:
-    learner, method = foster(epochs=4, compression=2.0, compression_beta=0.0)
+def test_the_compressed_network_answers_as_the_two_that_taught_it(
+    small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FOSTERConfig, "compression_beta", 0.0)
+    learner, method = foster(epochs=4, compression=2.0)
     learner.learn(small_stream[0])
     task = small_stream[1]
     pixels = torch.cat([method.preprocess.batch(small_stream[t].test)[::2] for t in (0, 1)])

@@ -108,7 +108,7 @@ def test_anchors_are_what_will_be_forgotten(gamma: float) -> None:
             forgotten, known = (F.cross_entropy(n(pixels.float()), classes, reduction="none") for n in (later, now))
         return forgotten - known, (pixels.float().flatten(1) - mean).square().sum(dim=1)
 
-    config = HALConfig(anchor_steps=20, anchor_rate=3.0, anchor_mean=gamma)
+    config = HALConfig(anchor_steps=20, anchor_mean=gamma)
     made = make_anchors(start, classes, cast(Any, now), cast(Any, later), mean, unchanged, config)
     (before, away), (after, near) = judge(start), judge(made)
     assert made.dtype == torch.uint8

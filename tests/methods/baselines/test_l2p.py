@@ -14,7 +14,7 @@ from tpl.methods.l2p import L2P, L2PConfig, PromptLoss, choose
 from tpl.nets.vit import prompted
 from tpl.stream import Stream
 
-OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "pool": 6, "length": 2, "chosen": 3}
+OPTIONS = {"epochs": 1, "batch_size": 16, "lr": 0.01, "prompt_pool": 6, "prompt_length": 2, "prompts_per_image": 3}
 
 
 def new_method(**options: object) -> L2P:
@@ -61,7 +61,7 @@ def test_each_image_looks_through_the_prompts_it_chose() -> None:
 
 
 def test_the_loss_by_hand() -> None:
-    method = new_method(pull=0.3)
+    method = new_method(key_weight=0.3)
     method.pool.grow(5, torch.Generator().manual_seed(0))
     images, nothing, pool = random(3, 3, 32, 32), torch.zeros(()), method.pool
     loss = PromptLoss(method, old=2).losses(images, torch.tensor([[2, 0, -100]]), nothing, nothing)
@@ -108,7 +108,7 @@ def test_a_class_can_go(small_stream: Stream) -> None:
 
 def test_impossible_choices_are_explained() -> None:
     with pytest.raises(TplError, match="cannot choose 5 prompts of 4"):
-        new_method(pool=4, chosen=5)
+        new_method(prompt_pool=4, prompts_per_image=5)
     with pytest.raises(TplError, match="trained by Adam"):
         new_method(nesterov=True)
 

@@ -18,8 +18,8 @@ OPTIONS = {
     "batch_size": 16,
     "lr": 0.01,
     "temperature": 0.5,
-    "prototypes": 2.0,
-    "distill": 0.2,
+    "prototype_weight": 2.0,
+    "distill_weight": 0.2,
 }
 
 
@@ -116,7 +116,7 @@ def test_the_pull_does_not_depend_on_the_features_scale(learned: Learner) -> Non
         losses = []
         for weight in (0.0, 1.0):
             objective = PassLoss(network, teacher, method)
-            objective.config = method.config.replace(distill=weight)
+            objective.config = method.config.replace(distill_weight=weight)
             draws = torch.rand(1, objective.numbers, generator=torch.Generator().manual_seed(1))
             losses.append(float(objective.losses(images, labels, torch.zeros(()), draws)))
         pulls.append(losses[1] - losses[0])

@@ -32,36 +32,33 @@ TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two thre
 NEARLY_FULL = 0.95
 
 
-# Views of an image: test-time augmentation
+# Test-time augmentation: the views of an image that an answer averages over
 
 
-class Look(NamedTuple):
-    """One look at images: mirrored or not, then turned by so many quarters."""
+class View(NamedTuple):
+    """One version of an image: flipped horizontally or not, then rotated by `rotation` times 90 degrees."""
 
-    mirrored: bool
-    quarters: int
+    flipped: bool
+    rotation: int
 
-    def at(self, pixels: Tensor) -> Tensor:
-        """The images `[..., size, size]` as this look has them."""
-        pixels = pixels.flip(-1) if self.mirrored else pixels
-        return pixels.rot90(self.quarters, dims=(-2, -1)) if self.quarters else pixels
-
-
-Looks = tuple[Look, ...]
+    def of(self, pixels: Tensor) -> Tensor:
+        """The view of images `[..., size, size]`."""
+        pixels = pixels.flip(-1) if self.flipped else pixels
+        return pixels.rot90(self.rotation, dims=(-2, -1)) if self.rotation else pixels
 
 
-def _looks(mirrored: bool, turned: bool) -> Looks:
-    sides = (False, True) if mirrored else (False,)
-    return tuple(Look(side, quarters) for quarters in ((0, *ROTATIONS) if turned else (0,)) for side in sides)
+def _views(flip: bool, rotate: bool) -> tuple[View, ...]:
+    sides = (False, True) if flip else (False,)
+    return tuple(View(side, rotation) for rotation in ((0, *ROTATIONS) if rotate else (0,)) for side in sides)
 
 
-LOOKS: dict[str, Looks] = {
-    "upright": _looks(mirrored=False, turned=False),
-    "mirrored": _looks(mirrored=True, turned=False),
-    "turned": _looks(mirrored=False, turned=True),
-    "both": _looks(mirrored=True, turned=True),
+TTA: dict[str, tuple[View, ...]] = {
+    "none": _views(flip=False, rotate=False),
+    "flip": _views(flip=True, rotate=False),
+    "rotate": _views(flip=False, rotate=True),
+    "both": _views(flip=True, rotate=True),
 }
-UPRIGHT = LOOKS["upright"]
+ORIGINAL = TTA["none"]
 
 
 # Task models
@@ -70,7 +67,7 @@ UPRIGHT = LOOKS["upright"]
 class TaskModel(nn.Module):
     """What one task owns; `embedding` is what the protection keeps of it."""
 
-    turned_classes = False  # whether the last outputs stand for the classes, turned by one, two, three quarters
+    rotation_classes = False  # whether the last outputs are the classes rotated by 90, 180 and 270 degrees
 
     def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
@@ -80,25 +77,25 @@ class TaskModel(nn.Module):
         self.head_bias = nn.Parameter(head_bias)
         self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
 
-    def own_head(self, quarters: int = 0) -> tuple[Tensor, Tensor]:
-        """Weights and biases of the task's own classes, or of these turned by so many quarters."""
-        first = self._first_output(quarters)
+    def own_head(self, rotation: int = 0) -> tuple[Tensor, Tensor]:
+        """Weights and biases of the task's own classes, or of these rotated by `rotation` times 90 degrees."""
+        first = self._first_output(rotation)
         rows = slice(first, first + self.own)
         return self.head_weight[rows].detach(), self.head_bias[rows].detach()
 
     def upright_head(self) -> tuple[Tensor, Tensor]:
-        """The same of the task's own classes and of others, without those for turned images."""
-        count = self._first_output(ROTATIONS[0]) if self.turned_classes else len(self.head_bias)
+        """Weights and biases of the task's own classes and of others, without the outputs for rotated images."""
+        count = self._first_output(ROTATIONS[0]) if self.rotation_classes else len(self.head_bias)
         return self.head_weight[:count].detach(), self.head_bias[:count].detach()
 
-    def _first_output(self, quarters: int) -> int:
-        return len(self.head_bias) - (1 + len(ROTATIONS) - quarters) * self.own if quarters else 0
+    def _first_output(self, rotation: int) -> int:
+        return len(self.head_bias) - (1 + len(ROTATIONS) - rotation) * self.own if rotation else 0
 
     def drop(self, row: int) -> None:
-        """Remove one output of the head; one of the task's classes goes with its turned ones."""
+        """Remove one output of the head; a class of the task goes together with its rotated ones."""
         rows = [row]
-        if self.turned_classes and row < self.own:
-            rows += [self._first_output(quarters) + row for quarters in ROTATIONS]
+        if self.rotation_classes and row < self.own:
+            rows += [self._first_output(rotation) + row for rotation in ROTATIONS]
         kept = torch.ones(len(self.head_bias), dtype=torch.bool, device=self.head_bias.device)
         kept[rows] = False
         self.own -= row < self.own
@@ -134,7 +131,7 @@ class Bank:
     used: Tensor | None = None  # units that some finished task holds
     retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
     same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
-    looks: Looks = UPRIGHT  # at an image that is asked about
+    views: tuple[View, ...] = ORIGINAL  # of every image in a query
 
     def __init__(
         self,
@@ -174,17 +171,17 @@ class Bank:
         On a GPU the answers have the same bits as one by one, on a CPU they are the same up to rounding.
         """
         with torch.no_grad():
-            found = [self._inference(look.at(pixels), queries) for look in self.looks]
+            found = [self._inference(view.of(pixels), queries) for view in self.views]
             return [self._joined(task, seen) for (task, _), *seen in zip(queries, *found, strict=True)]
 
     def _joined(self, task: int, seen: list[Tensor]) -> Outputs:
-        """What one task says of images after all looks at them, the upright ones first."""
-        by_turn: dict[int, list[Tensor]] = {}
-        for look, features in zip(self.looks, seen, strict=True):
-            by_turn.setdefault(look.quarters, []).append(features)
-        means = {quarters: _mean(features) for quarters, features in by_turn.items()}
+        """One task's outputs, averaged over all views: features over those without rotation, logits over all."""
+        by_rotation: dict[int, list[Tensor]] = {}
+        for view, features in zip(self.views, seen, strict=True):
+            by_rotation.setdefault(view.rotation, []).append(features)
+        means = {rotation: _mean(features) for rotation, features in by_rotation.items()}
         upright = means.pop(0)
-        read = [self.logits(upright, task), *(self._turned_logits(z, task, q) for q, z in means.items())]
+        read = [self.logits(upright, task), *(self._logits(z, task, rotation) for rotation, z in means.items())]
         return Outputs(upright, _mean(read))
 
     def logits(self, features: Tensor, task: int) -> Tensor:
@@ -192,11 +189,11 @@ class Bank:
 
         Computed in float64: to float32, the number of images that share the product then makes no difference.
         """
-        return self._turned_logits(features, task, 0)
+        return self._logits(features, task, 0)
 
-    def _turned_logits(self, features: Tensor, task: int, quarters: int) -> Tensor:
+    def _logits(self, features: Tensor, task: int, rotation: int) -> Tensor:
         with torch.no_grad():
-            return self.technique.logits(features, *self.tasks[task].own_head(quarters)).to(features.dtype)
+            return self.technique.logits(features, *self.tasks[task].own_head(rotation)).to(features.dtype)
 
     def restart(self, retired: Tensor | None) -> None:
         """Hold no task, with the units of tasks long gone in use."""
@@ -227,15 +224,15 @@ class Bank:
         """How full the network is: the share of units in use, and of shared weights that are frozen."""
         return self.protection.capacity(self.adapters, self.used)
 
-    def new_task(self, own: int, outputs: int, generator: torch.Generator, turned_classes: bool = False) -> TaskModel:
-        """An untrained task with `outputs` head outputs: the first `own` its classes, the last for turned ones."""
+    def new_task(self, own: int, outputs: int, generator: torch.Generator, rotation_classes: bool = False) -> TaskModel:
+        """An untrained task with `outputs` head outputs: the first `own` its classes, the last for rotated ones."""
         dim = self.encoder.dim
         bound = dim**-0.5  # torch's own initialisation of a linear layer
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = self.protection.initial(self.adapters, generator)
         model = TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
-        model.turned_classes = turned_classes
+        model.rotation_classes = rotation_classes
         return model.to(self.compute.device)
 
     def warn_if_full(self, callback: Callback) -> None:

@@ -43,7 +43,7 @@ class StoredStatistics:
 
     def weights(self, config: RatioConfig, contrasted: bool) -> Tensor:
         """What every kind of evidence counts; those that the options leave out, or that are not there, nothing."""
-        kinds = [] if config.logit == "none" else [list(LOGITS).index(config.logit)]
+        kinds = [] if config.logit_score == "none" else [list(LOGITS).index(config.logit_score)]
         kinds += [] if config.in_task == "none" else [DISTANCE]
         kinds += [DISTANCE + 1] if contrasted else []
         weights = torch.zeros(DISTANCE + 1 + contrasted, dtype=torch.float64)

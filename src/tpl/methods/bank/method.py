@@ -43,9 +43,9 @@ class MemoryConfig(ProtectConfig, Recipe):
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
     memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES), group="memory")
-    turned_classes: bool = option(
+    rotation_classes: bool = option(
         False,
-        "also train on new images turned by 90, 180 or 270 degrees, as classes that no answer names",
+        "also train on new images rotated by 90, 180 or 270 degrees, as classes that no answer names",
         group="augmentation",
     )
 
@@ -123,8 +123,8 @@ class BankMethod(Method):
         technique: type[Technique] = Technique,
     ) -> None:
         super().__init__(encoder, config, compute, seed)
-        if config.turned_classes:
-            self.check_square("turned_classes=true")
+        if config.rotation_classes:
+            self.check_square("rotation_classes=true")
         self.memory = self.new_memory()
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []  # one entry a task; empty where nothing was held out
@@ -183,8 +183,8 @@ class BankMethod(Method):
         self, samples: Samples, replay: Samples | None, own: int, outputs: int, callback: Callback
     ) -> TrainingJob:
         """A job for the bank by this method's own recipe."""
-        training, turned = self.generator("training"), self.config.turned_classes
-        return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, callback, turned)
+        training, rotations = self.generator("training"), self.config.rotation_classes
+        return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, callback, rotations)
 
     # Answers
 
@@ -239,7 +239,7 @@ class BankMethod(Method):
         scores = self.task_scores(all_.outputs, all_.common) if scores is None else scores
         log_p = self.log_probabilities_of(all_.outputs, scores, all_.common)
         unknown = self.unknown_scores_of(all_.outputs) if UNKNOWN in want else None
-        passes = torch.full_like(log_p[:, 0], len(self.bank.tasks) * len(self.bank.looks), dtype=torch.long)
+        passes = torch.full_like(log_p[:, 0], len(self.bank.tasks) * len(self.bank.views), dtype=torch.long)
         return Answers(log_p, scores, unknown, passes)
 
     def shares_forward(self, other: Method) -> bool:
@@ -249,7 +249,7 @@ class BankMethod(Method):
             and other.bank is self.bank.same_as
             and self.outputs_are_final
             and all(type(method).query is BankMethod.query for method in (self, other))
-            and self.bank.looks == other.bank.looks
+            and self.bank.views == other.bank.views
         )
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ class BankMethod(Method):
         self.held_, self.memory_outputs_, self._held_scores = [], [], None
         for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):
             model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
-            model.turned_classes = self.config.turned_classes
+            model.rotation_classes = self.config.rotation_classes
             self.bank.add(model)
             features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
             labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))

@@ -37,7 +37,7 @@ from tpl.methods.bank.techniques import Technique
 class TrainingJob:
     """One more task for one bank: `outputs` head outputs, `own` of them the task's classes.
 
-    With `turned_classes`, each of these has three more outputs, for its images rotated by 90, 180 and 270 degrees.
+    With `rotation_classes`, each of these has three more outputs, for its images rotated by 90, 180 and 270 degrees.
     """
 
     bank: Bank
@@ -48,17 +48,17 @@ class TrainingJob:
     recipe: Recipe
     generator: torch.Generator
     callback: Callback
-    turned_classes: bool = False
+    rotation_classes: bool = False
 
     @property
-    def turns(self) -> RotationClasses | None:
+    def rotations(self) -> RotationClasses | None:
         """The outputs for rotated images, which come after all others."""
-        return RotationClasses(self.outputs, self.own) if self.turned_classes else None
+        return RotationClasses(self.outputs, self.own) if self.rotation_classes else None
 
     @property
     def all_outputs(self) -> int:
         """Number of outputs of the head in training."""
-        return self.outputs + (self.turns.outputs if self.turns else 0)
+        return self.outputs + (self.rotations.outputs if self.rotations else 0)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -67,7 +67,7 @@ class TrainingJob:
         first = not self.bank.tasks
         bank = self.bank
         network = bank.encoder.fingerprint, bank.config.part(ProtectConfig), bank.technique.name, bank.compute
-        return *network, first, len(self.samples), replayed, self.outputs, self.turns, self.recipe.part(Recipe)
+        return *network, first, len(self.samples), replayed, self.outputs, self.rotations, self.recipe.part(Recipe)
 
     def equals(self, other: TrainingJob) -> bool:
         """Whether both would end with identical weights, since all their inputs are the same."""
@@ -124,7 +124,7 @@ def _train_together(jobs: list[TrainingJob]) -> None:
             job.generator,
             technique.numbers,
             job.bank.encoder.batch_norms,
-            job.turns,
+            job.rotations,
         )
         for job, technique in zip(jobs, objective.techniques, strict=True)
     ]
@@ -139,7 +139,7 @@ def _train_together(jobs: list[TrainingJob]) -> None:
 
 
 def _new_task(job: TrainingJob) -> TaskModel:
-    return job.bank.new_task(job.own, job.all_outputs, job.generator, job.turned_classes)
+    return job.bank.new_task(job.own, job.all_outputs, job.generator, job.rotation_classes)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ class BalancingConfig(RehearsalConfig):
         minimum=0,
         group="training",
     )
-    balanced_rate: float = option(0.1, "share of the learning rate at which they begin", above=0, group="training")
+    balanced_rate: ClassVar[float] = 0.1  # share of the learning rate at which they begin
 
     def balancing(self) -> Self | None:
         """The recipe of the balanced training; None where it has no epochs."""

@@ -4,8 +4,8 @@
 
 G and C are sums over samples, so they do not depend on the order of tasks, and no old sample is needed again.
 
-Regression takes a class with few samples for an unlikely one. `even` is a logit adjustment for class frequency: log n_c
-is subtracted from the logits (Menon et al., 2021), which changes nothing where all n_c are equal.
+Regression takes a class with few samples for an unlikely one. With `logit_adjustment`, log n_c is
+subtracted from the logits (Menon et al., 2021), which changes nothing where all n_c are equal.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimu
 class RidgeConfig(Config):
     """Options of the ridge."""
 
-    width: int = option(
+    random_features: int = option(
         0, "random features; 0: by the first task's size, 10 000 at most", minimum=0, group="ridge classifier"
     )
-    ridge: str = option(
+    ridge_criterion: str = option(
         "entropy",
         "what the ridge's strength is chosen by: cross-entropy first, or (error) squared error alone, as published",
         ("entropy", "error"),
         group="ridge classifier",
     )
-    even: bool = option(True, "answer as if all classes had equally many images", group="ridge classifier")
+    logit_adjustment: bool = option(True, "answer as if all classes had equally many images", group="ridge classifier")
 
 
 class Trial(NamedTuple):
@@ -86,7 +86,7 @@ class RandomRidge:
     @classmethod
     def drawn_for(cls, z: Tensor, config: RidgeConfig, generator: torch.Generator) -> Self:
         """An untrained classifier with a random projection whose size suits a first task with features `z`."""
-        width = config.width or features_for(len(z))
+        width = config.random_features or features_for(len(z))
         return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), config)
 
     @property
@@ -185,7 +185,7 @@ class RandomRidge:
         With many classes the squared error is mostly that of zeros, and prefers a ridge so strong that the ranking of
         classes suffers. With few, all strengths may separate the classes, and cross-entropies do not differ.
         """
-        if self.config.ridge == "error":
+        if self.config.ridge_criterion == "error":
             return min(trials, key=lambda strength: trials[strength].error)
         least = min(trials.values(), key=lambda trial: float(trial.entropies.mean()))
         more = {strength: trial.entropies - least.entropies for strength, trial in trials.items()}
@@ -221,7 +221,7 @@ class RandomRidge:
 
     def _logits(self, predicted: Tensor, temperature: float) -> Tensor:
         scaled = predicted / temperature
-        return scaled - self.counts.clamp_min(1).log() if self.config.even else scaled
+        return scaled - self.counts.clamp_min(1).log() if self.config.logit_adjustment else scaled
 
     def forget(self, c: int) -> None:
         """Drop a class; its part of the Gram matrix stays, as background for the others."""

@@ -17,7 +17,7 @@ from tpl.engine import choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.export.file import export_onnx
 from tpl.methods import learn_together
-from tpl.methods.bank.bank import LOOKS, UPRIGHT
+from tpl.methods.bank.bank import ORIGINAL, TTA
 from tpl.methods.pass_ import PASS, PASSConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
@@ -37,8 +37,8 @@ def method_of(learner: Learner) -> TPL:
 
 @pytest.fixture(scope="module")
 def learner(small_stream: Stream) -> Learner:
-    """Two tasks, one output for each replayed class, all looks."""
-    learner = learner_for(turned_classes=True, looks="both", others="per_class")
+    """Two tasks, one output for each replayed class, all views."""
+    learner = learner_for(rotation_classes=True, tta="both", others="per_class")
     for task in small_stream[:2]:
         learner.learn(task)
     return learner
@@ -50,38 +50,38 @@ def probe(learner: Learner, small_stream: Stream) -> Tensor:
     return learner.prepare(small_stream[0].test)
 
 
-def test_looks_are_every_mirror_image_and_turn_once() -> None:
-    assert {name: len(set(looks)) for name, looks in LOOKS.items()} == {
-        "upright": 1, "mirrored": 2, "turned": 4, "both": 8
+def test_views_are_every_flip_and_rotation_once() -> None:
+    assert {name: len(set(views)) for name, views in TTA.items()} == {
+        "none": 1, "flip": 2, "rotate": 4, "both": 8
     }  # fmt: skip
     image = torch.arange(3 * 16, dtype=torch.uint8).view(1, 3, 4, 4)
-    assert len({look.at(image).numpy().tobytes() for look in LOOKS["both"]}) == 8
-    assert all(looks[0] == UPRIGHT[0] for looks in LOOKS.values())
+    assert len({view.of(image).numpy().tobytes() for view in TTA["both"]}) == 8
+    assert all(views[0] == ORIGINAL[0] for views in TTA.values())
 
 
-def test_a_head_has_outputs_for_classes_for_others_and_for_every_turn(learner: Learner) -> None:
+def test_a_head_has_outputs_for_classes_for_others_and_for_every_rotation(learner: Learner) -> None:
     first, second = method_of(learner).bank.tasks
     own = len(learner.method.task_classes_[0]), len(learner.method.task_classes_[1])
     assert (len(first.head_bias), len(second.head_bias)) == (4 * own[0], own[1] + own[0] + 3 * own[1])
 
 
-def test_features_and_logits_are_means_over_looks(learner: Learner, probe: Tensor) -> None:
-    """By hand, from eight answers of the same task that look once each."""
+def test_features_and_logits_are_means_over_views(learner: Learner, probe: Tensor) -> None:
+    """By hand, from eight answers of the same task with one view each."""
     bank = method_of(learner).bank
     for task, model in enumerate(bank.tasks):
         own, seen = model.own, {}
         try:
-            bank.looks = UPRIGHT
-            for quarters in range(4):
-                turned = (image.rot90(quarters, dims=(-2, -1)) for image in (probe, probe.flip(-1)))
-                seen[quarters] = sum(bank.outputs(image, task).features.double() for image in turned) / 2
+            bank.views = ORIGINAL
+            for rotation in range(4):
+                rotated = (image.rot90(rotation, dims=(-2, -1)) for image in (probe, probe.flip(-1)))
+                seen[rotation] = sum(bank.outputs(image, task).features.double() for image in rotated) / 2
         finally:
-            bank.looks = LOOKS["both"]
+            bank.views = TTA["both"]
         weight, bias = model.head_weight.double(), model.head_bias.double()
         logits = F.linear(seen[0], weight[:own], bias[:own])
-        for quarters in (1, 2, 3):
-            end = len(bias) - (3 - quarters) * own
-            logits += F.linear(seen[quarters], weight[end - own : end], bias[end - own : end])
+        for rotation in (1, 2, 3):
+            end = len(bias) - (3 - rotation) * own
+            logits += F.linear(seen[rotation], weight[end - own : end], bias[end - own : end])
         found = bank.outputs(probe, task)
         torch.testing.assert_close(found.features.double(), seen[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.logits.double(), logits / 4, rtol=1e-5, atol=1e-5)
@@ -97,10 +97,10 @@ def test_an_answer_does_not_depend_on_the_batch_and_survives_saving(
     again = method_of(Learner.load(tmp_path / "model", device="cpu"))
     assert torch.equal(again.log_probabilities(probe), answer)
     assert differences(tensors_of(again), tensors_of(learner.method)) == []
-    assert again.bank.looks == LOOKS["both"] and again.answer(probe).passes.unique().tolist() == [16]
+    assert again.bank.views == TTA["both"] and again.answer(probe).passes.unique().tolist() == [16]
 
 
-def test_a_class_that_goes_takes_its_turned_ones_along(learner: Learner, tmp_path: Path) -> None:
+def test_a_class_that_goes_takes_its_rotated_ones_along(learner: Learner, tmp_path: Path) -> None:
     learner.save(tmp_path / "model")
     smaller = Learner.load(tmp_path / "model", device="cpu")
     name = learner.method.task_classes_[0][0]
@@ -112,9 +112,9 @@ def test_a_class_that_goes_takes_its_turned_ones_along(learner: Learner, tmp_pat
         assert all(torch.equal(a[gone:], b) for a, b in zip(old, new, strict=True))
 
 
-def test_looks_do_not_change_what_is_trained_and_are_no_twins(small_stream: Stream) -> None:
-    """Two methods that differ in their looks train once, and each is measured by its own."""
-    learners = [learner_for(looks=looks) for looks in ("upright", "mirrored")]
+def test_views_do_not_change_what_is_trained_and_are_no_twins(small_stream: Stream) -> None:
+    """Two methods that differ in their views train once, and each is measured by its own."""
+    learners = [learner_for(tta=tta) for tta in ("none", "flip")]
     evaluators = [Evaluator(small_stream, each.method) for each in learners]
     evaluators[1].beside = evaluators[:1]
     learn_together([each.method for each in learners], [small_stream[0]] * 2, [no_callback] * 2)
@@ -122,29 +122,29 @@ def test_looks_do_not_change_what_is_trained_and_are_no_twins(small_stream: Stre
     assert second.same_as is first
     for evaluator in evaluators:
         evaluator.stage(0)
-    upright, mirrored = (evaluator.seen[0].outputs[0].features for evaluator in evaluators)
-    assert not torch.equal(upright, mirrored)
+    plain, flipped = (evaluator.seen[0].outputs[0].features for evaluator in evaluators)
+    assert not torch.equal(plain, flipped)
 
 
-@pytest.mark.parametrize("looks", ["turned", "both"])
-def test_turned_looks_want_turned_classes(looks: str) -> None:
-    with pytest.raises(TplError, match=f"looks={looks} reads the outputs for turned images: train with turned_classes"):
-        TPLConfig(looks=looks)
+@pytest.mark.parametrize("tta", ["rotate", "both"])
+def test_rotated_views_need_rotation_classes(tta: str) -> None:
+    with pytest.raises(TplError, match=f"tta={tta} reads the outputs for rotated images: train with rotation_classes"):
+        TPLConfig(tta=tta)
 
 
-def test_images_that_are_not_square_cannot_be_turned() -> None:
+def test_images_that_are_not_square_cannot_be_rotated() -> None:
     encoder = create_encoder("compact")
     encoder.data_config = encoder.data_config | {"input_size": (3, 32, 64)}
     compute = choose_compute("cpu")
     TPL(encoder, TPLConfig(), compute)
-    with pytest.raises(TplError, match="turned_classes=true rotates images; those of 'compact' are not square"):
-        TPL(encoder, TPLConfig(turned_classes=True), compute)
+    with pytest.raises(TplError, match="rotation_classes=true rotates images; those of 'compact' are not square"):
+        TPL(encoder, TPLConfig(rotation_classes=True), compute)
     with pytest.raises(TplError, match="PASS rotates images"):
         PASS(encoder, PASSConfig(), compute)
 
 
-def test_where_one_look_is_all_there_is_it_says_so(learner: Learner, tmp_path: Path) -> None:
-    with pytest.raises(TplError, match="looks=mirrored is for tpl alone"):
-        Learner("tpl-plus", SMALL_VIT, device="cpu", looks="mirrored")
-    with pytest.raises(TplError, match="looks=both cannot be exported"):
+def test_where_test_time_augmentation_is_not_possible_it_says_so(learner: Learner, tmp_path: Path) -> None:
+    with pytest.raises(TplError, match="tta=flip is for tpl alone"):
+        Learner("tpl-plus", SMALL_VIT, device="cpu", tta="flip")
+    with pytest.raises(TplError, match="tta=both cannot be exported"):
         export_onnx(learner, tmp_path / "model.onnx")
