@@ -56,7 +56,7 @@ SCRATCH_ROWS = {  # a run, and what it is called
     "finetune": "fine-tuning",
     "joint": "all classes at once",
 }
-AUTO = "passes = auto, covered = 0.8"  # the default of `covered`
+AUTO = "passes = auto, mass = 0.8"  # the default of `passes_mass`
 
 
 def runs_of(setting: str, method: str) -> list[RunResult]:
@@ -87,7 +87,9 @@ def spread(values: list[float]) -> str:
 
 def variants(place: Path) -> dict[str, dict[str, Any]]:
     """What `tpl ablate` measured on a run, by the variant's name."""
-    return {row["variant"]: row for row in json.loads((place / "ablate.json").read_text())}
+    rows = json.loads((place / "ablate.json").read_text())
+    # Earlier versions had other names for these options.
+    return {row["variant"].replace("covered =", "mass =").replace("weight =", "expert weight ="): row for row in rows}
 
 
 def table(head: str, rows: Iterator[list[str]], text_columns: int) -> list[str]:

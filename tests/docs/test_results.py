@@ -51,7 +51,7 @@ def test_a_page_without_a_mark_is_refused(recipe: ModuleType) -> None:
 
 
 def test_auto_is_shown_as_it_is_by_default(recipe: ModuleType) -> None:
-    assert f"passes = auto, covered = {PlusConfig().covered}" == recipe.AUTO
+    assert f"passes = auto, mass = {PlusConfig().passes_mass}" == recipe.AUTO
 
 
 def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
