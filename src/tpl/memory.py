@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tpl.errors import TplError
 from tpl.stream import ImageSet, Preprocess
+from tpl.stream.decoding import decode
 
 # A policy ranks n images of one class, best first. Add new ones here.
 Policy = Callable[[int, np.random.Generator], np.ndarray]
@@ -239,8 +240,8 @@ class StoredImages(ImageSet):
         return len(self.images)
 
     def load(self, index: int) -> Image.Image:
-        """The stored image, decoded to RGB."""
-        return Image.open(io.BytesIO(self.images[index])).convert("RGB")
+        """The stored image as RGB. A model from elsewhere can hold any bytes: only known formats are decoded."""
+        return decode(self.images[index], self.name(index))
 
     def name(self, index: int) -> str:
         """The image's index in the memory."""

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs
 SCHEMA = 2
 READABLE = (1, 2)  # schema 1 had no checksums, and of a task only its classes
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
+PART = re.compile(r"tasks/\d{3,}/(?:task-\d+|shared|memory)\.safetensors")  # all files of a model but model.json
+LARGEST_HEADER = 64 << 20  # bytes: a hundred thousand classes take a few megabytes
+
+
+_DIRECTORY, _NO_LINK, _NO_WAIT = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
 
 
 class StoreError(TplError):
@@ -84,6 +90,7 @@ class ModelStore:
         except OSError as error:
             raise StoreError(f"{self.path} cannot be made a model directory: {error}.") from error
         # One lock object per directory and process, so that the holder of the lock can commit.
+        self._refuse_links(".lock", ".lock.json", "tasks", "model.json")
         lock = FileLock(self.path.resolve() / ".lock", is_singleton=True)
         try:
             lock.acquire(timeout=0)
@@ -133,7 +140,9 @@ class ModelStore:
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         content = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
         with suppress(OSError):  # only informs other processes: a full disk is reported by the commit
-            self.holder_file.write_text(content, encoding="utf-8")
+            self.holder_file.unlink(missing_ok=True)
+            with open(os.open(self.holder_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as stream:
+                stream.write(content)
 
     def _holder(self) -> str:
         try:
@@ -147,9 +156,9 @@ class ModelStore:
         if not self.exists():
             raise StoreError(f"{self.path} holds no model: there is no model.json in it.")
         try:
-            header: dict[str, Any] = json.loads(self.header_file.read_text(encoding="utf-8"))
+            header: dict[str, Any] = json.loads(self._content("model.json", LARGEST_HEADER))
             schema = header["schema"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
         if schema not in READABLE:
             known = " and ".join(map(str, READABLE))
@@ -225,13 +234,51 @@ class ModelStore:
         sync_folder(target.parent)
         return sums
 
+    def _refuse_links(self, *names: str) -> None:
+        """A model directory holds its own files: a link in it could lead a writer anywhere."""
+        for name in names:
+            if (self.path / name).is_symlink():
+                raise StoreError(
+                    f"{self.path / name} is a link; a model directory may hold none. Copy what it links to."
+                )
+
+    def _content(self, name: str, most: int | None = None) -> bytes:
+        """The bytes of one of the directory's own files. Links, devices and pipes inside the directory are refused."""
+        if os.open not in os.supports_dir_fd:  # Windows: no directory descriptors, so names are checked
+            for place in (self.path / name, *(self.path / name).parents[:-1]):
+                if place != self.path and self.path in place.parents and place.is_symlink():
+                    raise StoreError(f"{place} is a link; a model directory may hold none.")
+            return (self.path / name).read_bytes()
+        *folders, file = name.split("/")
+        handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
+        try:
+            for folder in folders:
+                outer, handle = handle, os.open(folder, os.O_RDONLY | _DIRECTORY | _NO_LINK, dir_fd=handle)
+                os.close(outer)
+            opened = os.open(file, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=handle)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise StoreError(f"{self.path / name} is or passes a link; a model directory may hold none.") from error
+            raise
+        finally:
+            os.close(handle)
+        with open(opened, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{self.path / name} is no ordinary file: this is no model directory of tpl.")
+            if most is not None and found.st_size > most:
+                raise StoreError(f"{self.path / name} is damaged ({found.st_size} bytes); restore it from a backup.")
+            return stream.read()
+
     def _load(self, name: str, checksum: str | None) -> Tensors:
         """The tensors of a file, checked against its checksum."""
         from safetensors.torch import load
 
+        if not isinstance(name, str) or not PART.fullmatch(name):
+            raise StoreError(f"{self.header_file} is damaged: it names '{name}', which is no file of a model.")
         file = self.path / name
         try:
-            content = file.read_bytes()
+            content = self._content(name)
             if checksum is not None and hashlib.sha256(content).hexdigest() != checksum:
                 raise StoreError(
                     f"{file} is damaged (its sha256 is not the one in model.json); restore it from a backup."
@@ -264,7 +311,9 @@ class ModelStore:
             header = self.header()
             needed = {task["file"] for task in header["tasks"]}
             needed |= {f"{header['newest']}/{part}.safetensors" for part in ("shared", "memory")}
-            folders = [f for f in (self.path / "tasks").iterdir() if f.is_dir() and COMMIT_FOLDER.fullmatch(f.name)]
+            self._refuse_links("tasks")
+            inside = (self.path / "tasks").iterdir()
+            folders = [f for f in inside if f.is_dir() and not f.is_symlink() and COMMIT_FOLDER.fullmatch(f.name)]
         except (StoreError, OSError, KeyError, TypeError):
             return  # without a readable header nothing is known to be superfluous
         with suppress(OSError):

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from tpl.answers import DIGITS, Answer
 from tpl.learner import Learner
 from tpl.store import ModelStore
+from tpl.stream.decoding import decode
 
 MAX_PICTURES = 300  # classes shown with a stored image
 THUMBNAIL = 112  # pixels of the longer side: sharp at half that size on a phone
@@ -73,8 +73,7 @@ class Example:
 
 def thumbnail(image: bytes) -> str:
     """A stored image as a data: URL of a small PNG."""
-    with Image.open(io.BytesIO(image)) as opened:
-        picture = opened.convert("RGB")
+    picture = decode(image, "a stored image")
     if max(picture.size) > THUMBNAIL:
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ MAX_ASPECT = 200
 # Only these decoders may run, whatever a file's name says (Pillow would start Ghostscript for an EPS file).
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+STRIP = 256  # rows of a deep grey image that are converted at a time, each value in 8 bytes
 
 _ORIENTATION = 0x0112
 
@@ -95,16 +98,25 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _deep_grey(image: Image.Image) -> Image.Image:
     """16-bit, 32-bit and float grey as RGB. 16 bits map 65535 to 255; a wider range is stretched to fit."""
-    values: NDArray[np.float64] = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
-    low, high = float(values.min()), float(values.max())
-    if image.mode == "F" and low >= 0 and high <= 255:
-        scaled = values * (255 if high <= 1 else 1)
-    elif image.mode != "F" and low >= 0 and high <= 65535:
-        scaled = values / 257
-    else:
-        scaled = (values - low) * (255 / (high - low)) if high > low else np.zeros_like(values)
-    levels = np.rint(scaled).astype(np.uint8)
+    raw = np.asarray(image)
+    levels = np.empty(raw.shape, dtype=np.uint8)
+    strips = [slice(start, start + STRIP) for start in range(0, len(raw), STRIP)]
+    low, high = min(float(_finite(raw[s]).min()) for s in strips), max(float(_finite(raw[s]).max()) for s in strips)
     transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        levels[values == transparent] = 255
+    for strip in strips:
+        values = _finite(raw[strip])
+        if image.mode == "F" and low >= 0 and high <= 255:
+            scaled = values * (255 if high <= 1 else 1)
+        elif image.mode != "F" and low >= 0 and high <= 65535:
+            scaled = values / 257
+        else:
+            scaled = (values - low) * (255 / (high - low)) if high > low else np.zeros_like(values)
+        levels[strip] = np.rint(scaled)
+        if isinstance(transparent, int):
+            levels[strip][values == transparent] = 255
     return Image.fromarray(levels).convert("RGB")
+
+
+def _finite(values: NDArray[Any]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+    return found

@@ -1,0 +1,159 @@
+"""A model directory from elsewhere can hold anything: it is refused, and nothing is started or written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tpl import Learner, TplError
+from tpl.store import ModelStore
+
+STORED = Path(__file__).parent / "models" / "0.1-tpl"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\n(/tmp) (w) file closefile\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    found = next(file.parent for file in STORED.rglob("model.json"))
+    return Path(shutil.copytree(found, tmp_path / "model"))
+
+
+def header_of(model: Path) -> dict:  # type: ignore[type-arg]
+    return json.loads((model / "model.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def write_header(model: Path, header: dict) -> None:  # type: ignore[type-arg]
+    (model / "model.json").write_text(json.dumps(header), encoding="utf-8")
+
+
+def with_exemplar(model: Path, image: bytes) -> None:
+    """Put bytes in the place of every stored image, with a corrected checksum."""
+    header = header_of(model)
+    name = f"{header['newest']}/memory.safetensors"
+    memory = load_file(model / name)
+    count = len(memory["lengths"])
+    memory["bytes"] = torch.frombuffer(bytearray(image * count), dtype=torch.uint8)
+    memory["lengths"] = torch.full((count,), len(image))
+    save_file(memory, model / name)
+    header["files"][name] = hashlib.sha256((model / name).read_bytes()).hexdigest()
+    write_header(model, header)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tpl import Learner, TplError
+from tpl.serve.model import thumbnail
+learner = Learner.load(sys.argv[1], device="cpu")
+method = learner.method
+started = []
+sys.addaudithook(lambda name, a: started.append(name) if name.startswith(("subprocess.", "os.exec", "os.posix_spawn",
+    "os.fork", "os.system", "socket.connect")) else None)
+for use in (
+    lambda: method.memory.pixels(method.preprocess),
+    lambda: thumbnail(method.memory.exemplars[0][0]),
+):
+    try:
+        use()
+        print("decoded")
+    except TplError as error:
+        print("refused:", error)
+print("started:", started)
+"""
+
+
+def test_a_stored_image_of_another_format_starts_no_program(model: Path) -> None:
+    with_exemplar(model, EPS)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, model], capture_output=True, text=True, timeout=300, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all("is not an image this program reads" in line for line in lines[:2])
+    assert lines[2] == "started: []"
+
+
+def outside(model: Path) -> Path:
+    """A file of somebody else."""
+    place = model.parent / "other" / "tasks" / "000"
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copy(model / header_of(model)["tasks"][0]["file"], place / "task-0.safetensors")
+    return place
+
+
+def absolute(model: Path) -> str:
+    return str(outside(model) / "task-0.safetensors")
+
+
+def upwards(model: Path) -> str:
+    outside(model)
+    return "../other/tasks/000/task-0.safetensors"
+
+
+def device(model: Path) -> str:
+    return "/dev/zero"
+
+
+@pytest.mark.parametrize("path", [absolute, upwards, device])
+def test_a_header_that_names_files_elsewhere_is_refused(model: Path, path: Callable[[Path], str]) -> None:
+    header = header_of(model)
+    old, new = header["tasks"][0]["file"], path(model)
+    header["tasks"][0]["file"] = new
+    header["files"][new] = header["files"].pop(old)
+    write_header(model, header)
+    with pytest.raises(TplError, match="is no file of a model"):
+        Learner.load(model, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_files_that_are_no_files_are_refused(model: Path, kind: str) -> None:
+    part = model / header_of(model)["tasks"][0]["file"]
+    if kind == "link":
+        shutil.move(part, model.parent / "moved")
+        part.symlink_to(model.parent / "moved")
+    elif kind == "pipe":
+        part.unlink()
+        os.mkfifo(part)  # without care, reading it would wait for ever
+    else:
+        outer = shutil.move(part.parent, model.parent / "moved")
+        part.parent.symlink_to(outer)
+    with pytest.raises(TplError, match="link|no ordinary file"):
+        Learner.load(model, device="cpu")
+
+
+def test_a_linked_folder_of_another_model_is_not_emptied(model: Path) -> None:
+    victim = outside(model)
+    (model / "tasks" / "777").symlink_to(victim)
+    with ModelStore(model).writing():
+        pass
+    assert (victim / "task-0.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", [".lock", ".lock.json", "tasks", "model.json"])
+def test_writing_through_a_link_is_refused(model: Path, name: str) -> None:
+    target = model.parent / "precious"
+    if (model / name).exists():
+        shutil.move(model / name, target)
+    else:
+        target.write_text("precious", encoding="utf-8")
+    before = target.read_bytes() if target.is_file() else sorted(target.rglob("*"))
+    (model / name).symlink_to(target)
+    with pytest.raises(TplError, match="link"), ModelStore(model).writing():
+        pytest.fail("the lock was taken")
+    assert (target.read_bytes() if target.is_file() else sorted(target.rglob("*"))) == before
+
+
+def test_a_huge_header_is_not_read(model: Path) -> None:
+    with (model / "model.json").open("r+b") as stream:
+        stream.truncate(1 << 40)  # a sparse file: it takes no room on disk, but a terabyte in memory
+    with pytest.raises(TplError, match="is damaged"):
+        Learner.load(model, device="cpu")
