@@ -1,9 +1,9 @@
 """Images per second through a bank of task models, against the number of tasks, on this machine.
 
-Three ways to ask: `naive`, one plain forward pass a task over the whole batch, as a simple loop does it (no recording,
-no compiling, the same precision); `batched`, every task at once, what `outputs` of a method does; `some`, `--passes`
-tasks an image, drawn at random, what `passes=N` of tpl-plus does once its expert has chosen. Heads are included, the
-expert is not. The tasks are random and untrained, 70 % of their units open: only speed is measured.
+Three ways to query it: `naive`, a plain forward pass per task over the whole batch, in a simple loop (no CUDA graph, no
+compiling, the same precision); `batched`, every task at once, as `outputs` of a method does; `some`, `--passes` random
+tasks per image, as `passes=N` of tpl-plus does after its expert has chosen. Heads are included, the expert is not. The
+tasks are random and untrained, with 70 % of their units open: only speed is measured.
 
 python benchmarks/inference.py --quick                     # compact on the CPU, T = 10: a minute on two cores
 python benchmarks/inference.py --device cuda --encoder vit_tiny_patch16_224 --weights FILE --batch 1 32 256 --quick
@@ -83,7 +83,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--latent", type=int, default=64)
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 2, 5, 10, 20, 50])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--passes", type=int, default=3, help="tasks asked about an image by `some`")
+    parser.add_argument("--passes", type=int, default=3, help="tasks queried per image by `some`")
     parser.add_argument("--rows", type=int, default=0, help="pairs of image and task in a pass on a GPU; 0: as usual")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure each at least")
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each, by turns; the best counts")
@@ -135,7 +135,7 @@ def some_tasks(images: int, tasks: int, passes: int, generator: torch.Generator)
 def measured(ways: dict[str, Callable[[], Any]], images: int, seconds: float, repeats: int) -> dict[str, Any]:
     """Images per second of wall-clock time, and processor seconds an image, of each way; all by turns."""
     for work in ways.values():
-        timed(work, 0)  # warm-up: recordings, compiling, weights turned over
+        timed(work, 0)  # warm-up: CUDA graphs, compiling, transposed weights
     best: dict[str, tuple[float, float]] = {}
     for _ in range(repeats):
         for name, work in ways.items():

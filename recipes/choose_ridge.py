@@ -1,4 +1,4 @@
-"""How wide, how strong and how even should the ridge be? Measured on held-out training images of CIFAR-100.
+"""Random features, ridge strength and logit adjustment, measured on held-out training images of CIFAR-100.
 
 python recipes/choose_ridge.py features --data cifar100/ --weights vit_tiny_patch16_224.safetensors    # a GPU's work
 python recipes/choose_ridge.py widths                                # few images: 3 minutes on two cores
@@ -6,8 +6,8 @@ python recipes/choose_ridge.py even                                  # unequal c
 python recipes/choose_ridge.py strengths --device cuda               # all images, 10 tasks of 10 classes
 
 `features` writes what the frozen encoder sees of every training image into one file, which the others read
-(`--file`). Every other command prints one JSON line a setting: accuracy in per cent on a tenth of the images, drawn by
-lot, with the strength and temperature that were chosen after the last task. The tables are in docs/beyond.md.
+(`--file`). Every other command prints one JSON line a setting: accuracy in per cent on a tenth of the images, drawn at
+random, with the strength and temperature that were chosen after the last task. The tables are in docs/beyond.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, file: Path, device: str) -> Split:
-        """A tenth of a file's images is held out, by lot."""
+        """A tenth of a file's images is held out, at random."""
         found = load_file(file)
         mixed = torch.randperm(len(found["y"]), generator=torch.Generator().manual_seed(0))
         z, y = found["z"][mixed].float().to(device), found["y"][mixed].to(device)

@@ -158,7 +158,7 @@ def beyond_table() -> list[str]:
             auto = spread([100 * x for x in last]), "", "", mean([100 * x for x in tp]), mean(few, 1)
             yield ["", "`tpl-plus`, `passes=auto`", *auto]
 
-    return table(" | | Last | AIA | TIL | task prediction | tasks asked", rows(), 2)
+    return table(" | | Last | AIA | TIL | task prediction | tasks queried", rows(), 2)
 
 
 def lasts(setting: str) -> list[str]:
@@ -187,7 +187,7 @@ def answers_table() -> list[str]:
             tpl, ranpac, plus = lasts(setting)
             yield [title, tpl, ranpac, mean(expert), plus, mean(auto), asked(setting)]
 
-    return table(" | `tpl` | `ranpac` | expert | `tpl-plus` | `passes=auto` | task models asked", rows(), 1)
+    return table(" | `tpl` | `ranpac` | expert | `tpl-plus` | `passes=auto` | task models queried", rows(), 1)
 
 
 def summary_table() -> list[str]:
@@ -199,7 +199,7 @@ def summary_table() -> list[str]:
             title = f"{setting[5:7]} tasks, {SETTINGS[setting].split(', ')[1]}"
             yield [title, f"{paper.last:.2f}", *lasts(setting), asked(setting)]
 
-    head = " | the paper's TPL | `tpl` | `ranpac` | **`tpl-plus`** | task models asked, of all"
+    head = " | the paper's TPL | `tpl` | `ranpac` | **`tpl-plus`** | task models queried, of all"
     return table(head, rows(), 1)
 
 
