@@ -1,8 +1,8 @@
-"""What stands in for stored images where none may be kept.
+"""Statistics that replace the replay memory where no image may be stored.
 
-`features`: of the encoder's own features, a mean per class and one scatter for all (`tpl.scores.encoded`); they say how
-near other tasks' classes are, as the replay memory does where there is one. `none`: not even that. With either, what
-each kind of evidence counts is found on every new task's images as the old tasks' models see them
+`features`: a mean per class and one scatter matrix of the encoder's own features (`tpl.scores.encoded`), from which the
+distance to other tasks' classes is computed, as otherwise from the memory. `none`: not even these. With both, the
+weights of the scores (logits, distances) are fitted on every new task's images under the old tasks' models
 (`tpl.scores.evidence`).
 """
 
@@ -20,29 +20,29 @@ from tpl.store import under_prefix
 
 IMAGES, FEATURES, NONE = "images", "features", "none"
 KINDS = (IMAGES, FEATURES, NONE)
-SHOWN = 512  # of a new task's images, so many are shown to the old tasks' models
+SHOWN = 512  # number of a new task's images that are run through the old tasks' models
 SPACE, SUMS = "memory.encoder.", "memory.evidence."
-DISTANCE = len(LOGITS)  # where S_MD is among the kinds of evidence; what the encoder's space says comes after it
+DISTANCE = len(LOGITS)  # the column of S_MD in the evidence; the contrast in encoder features is the next
 
 
 class StoredStatistics:
-    """Sums over images that are gone, and what follows from them."""
+    """Sums over images that are not stored, and the scores and weights computed from them."""
 
     def __init__(self, kind: str, shrinkage: str) -> None:
         self.space = EncoderSpace(shrinkage) if kind == FEATURES else None
         self.evidence = Evidence(DISTANCE + 1 + (kind == FEATURES))
 
     def contrast(self, common: Tensor, task_classes: Sequence[Sequence[str]]) -> Tensor:
-        """What the encoder's own features say for each task, `[n, tasks]`."""
+        """`EncoderSpace.contrast` of every task, `[n, tasks]`."""
         assert self.space is not None
         return self.space.contrast(common[:, : self.space.means_.shape[1]], [len(names) for names in task_classes])
 
     def weigh(self, evidence: Tensor) -> None:
-        """Learn from evidence `[n, tasks, kinds]` on images of the newest task, which is the last."""
+        """Add evidence `[n, tasks, kinds]` on images of the newest task, which is the last."""
         self.evidence.take(evidence[:, -1], evidence[:, :-1].flatten(0, 1))
 
     def weights(self, config: RatioConfig, contrasted: bool) -> Tensor:
-        """What every kind of evidence counts; those that the options leave out, or that are not there, nothing."""
+        """The weight of every kind of evidence; 0 for those that the options exclude."""
         kinds = [] if config.logit_score == "none" else [list(LOGITS).index(config.logit_score)]
         kinds += [] if config.in_task == "none" else [DISTANCE]
         kinds += [DISTANCE + 1] if contrasted else []
@@ -62,7 +62,7 @@ class StoredStatistics:
         return sums | {SPACE + k: v for k, v in space.items()}
 
     def load_state(self, shared: dict[str, Tensor]) -> None:
-        """Take up what `state` gave; from a model that knows nothing yet, nothing."""
+        """Restore what `state` returned."""
         if self.space is not None:
             self.space = EncoderSpace(self.space.shrinkage).load_state(under_prefix(SPACE, shared))
         if sums := under_prefix(SUMS, shared):
@@ -70,5 +70,5 @@ class StoredStatistics:
 
 
 def some_rows(count: int) -> Tensor:
-    """Which of a task's images are shown to the old tasks' models: evenly spread, so of all its classes."""
+    """Rows of a task's images to run through the old tasks' models: evenly spread, so from all its classes."""
     return torch.linspace(0, count - 1, min(count, SHOWN)).round().long()

@@ -30,12 +30,15 @@ class ProtectConfig(Config):
     )
     protect: str = option(
         "hat",
-        "hat: weights of used units stand still; supsup: random weights, a supermask each",
+        "hat: weights of used units are frozen; supsup: random weights, a supermask per task",
         ("hat", "supsup"),
         group="masks",
     )
     masks: str = option(
-        "binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"), group="masks"
+        "binary",
+        "binary: old tasks' features never change; soft: the paper's near-binary masks",
+        ("binary", "soft"),
+        group="masks",
     )
     s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1, group="masks")
     sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0, group="masks")
@@ -104,7 +107,7 @@ class Protection(ABC):
         """The adapters under the stored mask of a finished task."""
 
     def claim(self, kept: Tensor) -> Tensor | None:
-        """The units that a finished task uses, from 0 to 1; None where nothing needs to be protected."""
+        """A finished task's mask over units, from 0 to 1; None where no unit needs protection."""
         return None
 
     @property
@@ -118,10 +121,10 @@ class Protection(ABC):
 
 
 class Hat(Protection):
-    """HAT: a task has an embedding with one entry a unit; its mask is annealed within every epoch (Eq. 2)."""
+    """HAT: a task has an embedding with one entry per unit; its mask is annealed within every epoch (Eq. 2)."""
 
     name = "hat"
-    summary = "weights between units that a finished task uses stand still"
+    summary = "weights between units that finished tasks use are frozen"
 
     def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
         """N(0, 1): half of the units are on."""
@@ -180,7 +183,7 @@ class SupSup(Protection):
     """SupSup: a task has a score for every weight of the adapters; biases stay zero."""
 
     name = "supsup"
-    summary = "random weights that nobody trains, a supermask of its own for every task"
+    summary = "random weights that are never trained, a supermask for every task"
     trains_adapters = False
 
     def prepare(self, adapters: Trainable) -> None:
