@@ -9,8 +9,8 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Event
 from tpl.errors import TplError
+from tpl.methods.bank import protect
 from tpl.methods.tpl import TPL
-from tpl.nets import hat
 from tpl.stream import Stream
 
 OPTIONS = {"encoder": SMALL_VIT, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
@@ -123,7 +123,7 @@ def test_capacity_is_reported_after_each_task(small_stream: Stream) -> None:
     assert len(shares) == 3
     assert 0 < shares[0] <= shares[1] <= shares[2] <= 1
     assert method.bank.used is not None
-    assert shares[2] == hat.capacity_used(method.bank.used)
+    assert shares[2] == protect.capacity_used(method.bank.used)
 
 
 def test_no_memory_at_all_still_works(small_stream: Stream) -> None:

@@ -298,3 +298,8 @@ def _labels(samples: Samples, codes: Tensor) -> Tensor:
 
 def _rotated_labels(labels: Tensor, number: Tensor, rotations: RotationClasses) -> Tensor:
     return torch.where(labels < 0, IGNORED, rotations.first + (number - 1) * rotations.classes + labels)
+
+
+def masked_mean(values: Tensor, rows: Tensor) -> Tensor:
+    """The mean of the values `[n]` where `rows` is true, 0 if it is nowhere; other values may be anything."""
+    return values.masked_fill(~rows, 0.0).sum() / rows.sum().clamp_min(1)

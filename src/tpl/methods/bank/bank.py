@@ -17,14 +17,24 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.engine import BLOCK, ROTATIONS, Callback, CapturedFunction, Compute, Event, Inference, uses_cuda_graphs
+from tpl.engine import (
+    BLOCK,
+    IGNORED,
+    ROTATIONS,
+    Callback,
+    CapturedFunction,
+    Compute,
+    Event,
+    Inference,
+    uses_cuda_graphs,
+)
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
-from tpl.methods.bank.techniques import Technique
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
@@ -123,6 +133,57 @@ class QueryPart(NamedTuple):
     number: int
     task: int
     rows: Tensor
+
+
+class Technique:
+    """How a task's network is trained and its logits are computed: here, plain cross-entropy over the head's outputs.
+
+    An instance is made for every network and task. On a GPU a training step is captured in a CUDA graph, so a technique
+    may not branch on a tensor's value, change a shape or draw random numbers: a step gets `numbers` of them.
+    """
+
+    name: ClassVar[str] = "none"
+    summary: ClassVar[str] = "plain cross-entropy"
+    paper: ClassVar[str] = ""
+    splits: ClassVar[bool] = True  # False: the loss of a row depends on other rows, or on its position in the batch
+    outliers: ClassVar[bool] = False  # whether a batch has a second half of stored images of earlier tasks
+    swaps_quarters: ClassVar[bool] = False  # whether `swapped_quarters` of its own images serve the first task as such
+
+    def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
+        """For a task of `own` classes, features of size `dim`, and at most `batch` new images a step."""
+        self.own, self.dim, self.batch, self.device = own, dim, batch, device
+
+    @property
+    def numbers(self) -> int:
+        """How many random numbers, uniform in [0, 1), a step needs."""
+        return 0
+
+    def parameters(self) -> list[Tensor]:
+        """What is trained beside the network, by the same optimiser."""
+        return []
+
+    def mixed(self, images: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        """The images `[b, 3, h, w]` that the network is shown in place of these (normalised) ones.
+
+        `labels` are `[b]`: a class of the task, `own` for an image of another task, `IGNORED` for a row that only
+        fills the batch up. The first rows are the new images; `b` is the same at every step of a task.
+        """
+        return images
+
+    def loss(self, z: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        """The loss, a scalar, of features `[b, dim]` under a head; `labels` and `draws` are those `mixed` was given."""
+        return F.cross_entropy(F.linear(z, weight, bias), labels, ignore_index=IGNORED)
+
+    def finish(
+        self, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """The head to keep, given all features and labels of the task once the network is trained and frozen."""
+        return weight, bias
+
+    @classmethod
+    def logits(cls, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits of a trained head, in float64: those of an image do not depend on the rest of the batch."""
+        return F.linear(z.double(), weight.double(), bias.double())
 
 
 class Bank:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +25,8 @@ from tpl.config import option
 from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
-from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel
+from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import Technique
 from tpl.methods.bank.training import TrainingJob, run_jobs
 from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
 from tpl.nets import Encoder
@@ -405,3 +405,32 @@ class BankMethod(Method):
             self.held_.append(HeldOut(features, labels, own.get("held.common")))
             self.memory_outputs_.append(Outputs(*(shared[f"memory.{t}.{k}"] for k in ("features", "logits"))))
         self.load_own_state(shared, tasks)
+
+
+def learn_together(
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    callbacks: Sequence[Callback],
+    held: Sequence[Samples | None] | None = None,
+) -> None:
+    """Each method learns its task; all of them do, or none if one fails. `held` are images that are not trained on.
+
+    Bank methods with the same encoder, settings and number of images share the passes over the frozen trunk; the result
+    is that of learning alone, up to rounding. Other methods learn one after the other.
+    """
+    held = held or [None] * len(methods)
+    if len(methods) == 1:
+        methods[0].learn(tasks[0], callbacks[0], held[0])
+        return
+    with ExitStack() as attempts:
+        samples = [
+            attempts.enter_context(method.learning(task, callback, apart))
+            for method, task, callback, apart in zip(methods, tasks, callbacks, held, strict=True)
+        ]
+        rows = list(zip(methods, tasks, samples, callbacks, strict=True))
+        run_jobs([m.training_job(task, own, callback) for m, task, own, callback in rows if isinstance(m, BankMethod)])
+        for method, task, own, callback in rows:
+            if isinstance(method, BankMethod):
+                method.conclude(task, own)
+            else:
+                method.learn_task(task, own, callback)

@@ -28,9 +28,8 @@ from tpl.engine import (
     batches_of_images,
     train,
 )
-from tpl.methods.bank.bank import Bank, TaskModel
+from tpl.methods.bank.bank import Bank, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import Technique
 
 
 @dataclass(frozen=True)
