@@ -57,7 +57,7 @@ def test_protected_weights_keep_their_bits_and_free_ones_move(small_stream: Stre
     learner.learn(small_stream[0])
     used = method.bank.used
     assert used is not None
-    gates = method.bank.adapters.gates(used)
+    gates = method.bank.adapters.weights.gates(used)
     before = {k: v.clone() for k, v in method.bank.adapters.state_dict().items()}
     learner.learn(small_stream[1])
     for name, after in method.bank.adapters.state_dict().items():

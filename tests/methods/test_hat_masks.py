@@ -69,7 +69,7 @@ def test_analytic_mask_has_the_soft_masks_value_and_the_compensated_gradient() -
 def test_gates_protect_a_weight_only_between_two_used_units() -> None:
     adapters = Adapters(count=1, dim=3, latent=2)
     used = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])  # hidden units 0, 1; outputs 0, 1, 2
-    gates = adapters.gates(used)
+    gates = adapters.weights.gates(used)
     assert gates.down_weight[0].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert gates.down_bias[0].tolist() == [0, 1]
     assert gates.up_weight[0].tolist() == [[1, 1], [0, 1], [0, 1]]

@@ -251,7 +251,7 @@ def test_a_finished_hat_task_sees_and_claims_its_last_mask(masks: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(protection.finished(adapters.weights, kept), expected, strict=True))
     assert protection.final == (masks == "binary")
     found = protection.capacity(adapters, mask)
-    assert found == {"units": protect.capacity_used(mask), "frozen": protect.frozen_share(adapters.gates(mask))}
+    assert found == {"units": protect.capacity_used(mask), "frozen": protect.frozen_share(adapters.weights.gates(mask))}
     assert 0 < found["frozen"] < found["units"] < 1
     assert protection.capacity(adapters, None) == {"units": 0.0, "frozen": 0.0}
 

@@ -220,7 +220,12 @@ class Bank:
 
     @cached_property
     def _inference(self) -> BankInference:
-        return inference_for(self, self.encoder, self.compute)
+        """The fastest inference for the encoder on the device."""
+        if not isinstance(self.encoder, ViTEncoder):
+            return PerTaskInference(self)
+        on_cpu = self.compute.device.type == "cpu" and self.compute.dtype == torch.float32
+        kind = CPUInference if on_cpu and TransposedTrunk.serves(self.encoder) else RowInference
+        return kind(self, self.encoder)
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of samples under a finished task's model."""
@@ -478,14 +483,6 @@ class RowInference(SharedInference):
             norms = torch.stack([model.norms for model in self.bank.tasks])
             self._stacked = versions, norms, torch.stack([mask for mask in masks if mask is not None])
         return self._stacked[1:]
-
-
-def inference_for(bank: Bank, encoder: Encoder, compute: Compute) -> BankInference:
-    """The fastest inference for this encoder on this device."""
-    if not isinstance(encoder, ViTEncoder):
-        return PerTaskInference(bank)
-    transposed = compute.device.type == "cpu" and compute.dtype == torch.float32 and TransposedTrunk.serves(encoder)
-    return CPUInference(bank, encoder) if transposed else RowInference(bank, encoder)
 
 
 def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[QueryPart]:

@@ -188,7 +188,7 @@ class Hat(Protection):
         """Shares of units in use and of frozen weights."""
         if used is None:
             return super().capacity(adapters, used)
-        return {"units": capacity_used(used), "frozen": frozen_share(adapters.gates(used))}
+        return {"units": capacity_used(used), "frozen": frozen_share(adapters.weights.gates(used))}
 
 
 def scale_at(progress: Scale, s_max: float) -> Scale:
