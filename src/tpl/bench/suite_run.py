@@ -246,9 +246,7 @@ def read_states(out: Path) -> list[RunState]:
         planned = _read(out / PLAN).get("runs", [])
         states = [RunState(**{**run, "directory": out / run["directory"]}) for run in planned]
     except (TypeError, KeyError):
-        raise TplError(
-            f"{out / PLAN} was not written by a suite; remove it: the runs are found without."
-        ) from None
+        raise TplError(f"{out / PLAN} was not written by a suite; remove it: the runs are found without.") from None
     known = {state.directory for state in states}
     others = [file.parent for file in sorted(out.glob("*/run.json")) if file.parent not in known]
     states += [_described(place) for place in others]

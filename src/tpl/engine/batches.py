@@ -100,8 +100,8 @@ class Batches:
     Replayed samples come from an endless sequence of permutations, so the ratio is 1:1 whatever the sizes. With `flip`,
     every image is flipped horizontally half of the time; with `crop`, it is also shifted by a few pixels each way and
     padded with black. `whole` fills an epoch's last batch up with random samples of the epoch, for networks with batch
-    norms. With `rotations`, every new sample is added once more, rotated by a random 90, 180 or 270 degrees and labelled
-    accordingly. A step has `numbers` random numbers in [0, 1) for the objective.
+    norms. With `rotations`, every new sample is added once more, rotated by a random 90, 180 or 270 degrees, with
+    another label. A step has `numbers` random numbers in [0, 1) for the objective.
     """
 
     def __init__(

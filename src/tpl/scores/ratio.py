@@ -71,7 +71,7 @@ class RatioConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.logit_score == "none" and self.in_task == "none":
-            raise TplError("A score needs at least one part: logit and in_task cannot both be none.")
+            raise TplError("A score needs at least one part: logit_score and in_task cannot both be none.")
 
 
 class LikelihoodRatio(Score):

@@ -6,6 +6,7 @@ of all tensors, so one matrix product computes them all. One after the other, la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,28 @@ def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
         row = torch.empty(1, weight.shape[1] + 1).uniform_(-bound, bound, generator=generator).to(weight.device)
         weight, bias = torch.cat([weight, row[:, :-1]]), torch.cat([bias, row[:, -1]])
     return Heads(weight.unsqueeze(0).clone(), bias.unsqueeze(0).clone())
+
+
+def train_heads(
+    heads: list[Heads],
+    data: Callable[[int], tuple[Tensor, Tensor]],
+    rows: Callable[[list[int]], Tensor],
+    lr: float,
+    momentum: float,
+) -> list[Heads]:
+    """All heads after training; those with equally many outputs are trained at once.
+
+    `data` returns features `[n, dim]` and labels `[n]` for the number of a head, `rows` the row numbers of all steps,
+    `[steps, heads, batch]`, for the numbers of a group of heads.
+    """
+    trained = list(heads)
+    for group in alike(heads):
+        features, labels = zip(*map(data, group), strict=True)
+        start = joined([heads[t] for t in group])
+        found = fit_heads(start, torch.stack(features), torch.stack(labels), rows(group), lr, momentum)
+        for t, head in zip(group, found.apart(), strict=True):
+            trained[t] = head
+    return trained
 
 
 def alike(heads: list[Heads]) -> list[list[int]]:
