@@ -63,7 +63,7 @@ class Exemplar(NamedTuple):
     """A vector in the memory, and the random key it was selected by."""
 
     key: float
-    vector: Tensor  # [features], as the network takes it, on the CPU
+    vector: Tensor  # [features], standardised, on the CPU
 
 
 class VectorMemory(Memory):
@@ -95,7 +95,7 @@ class VectorMemory(Memory):
         origin = self._offer(offers, preprocess, lambda c: seeded(self.seed, c, "memory"))
         return origin[origin >= 0]
 
-    def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
+    def redraw(self, images: dict[int, ImageSet], counts: dict[int, int], preprocess: Preprocess) -> Tensor:
         """Select again among stored and new vectors; returns each stored vector's row before, -1 if it is new."""
         return self._offer(images, preprocess, lambda c: seeded(self.seed, self.seen, f"memory again {c}"))
 
@@ -116,7 +116,7 @@ class VectorMemory(Memory):
         return torch.tensor([row for own in rows for row in own], dtype=torch.long)
 
     def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
-        """All vectors as the network takes them, `[n, features]`, class by class."""
+        """All vectors, standardised, `[n, features]`, class by class."""
         if self._prepared is None:
             vectors = [exemplar.vector for class_ in self.exemplars for exemplar in class_]
             self._prepared = torch.stack(vectors) if vectors else torch.zeros(0, preprocess.width)
@@ -161,7 +161,7 @@ class VectorTPL(TPL):
         return VectorMemory(self.memory_budget, self.config.memory_policy, self.seed)
 
     def prepared(self, vectors: Array) -> Tensor:
-        """Vectors as the network takes them."""
+        """Standardised vectors on the compute device."""
         return self.preprocess.batch(VectorSet(vectors), device=self.compute.device)
 
     @property
