@@ -4,11 +4,11 @@ from tpl import TPLClassifier
 
 classifier = TPLClassifier(random_state=0)
 classifier.partial_fit(X1, y1)      # a first task
-classifier.partial_fit(X2, y2)      # new classes: one more task, the first stays as it is
+classifier.partial_fit(X2, y2)      # new classes: one more task, the first does not change
 classifier.predict(X)
 
-Embeddings of any kind (text, audio, pictures) take the place of images, and a small network of their own the place of
-the pre-trained encoder. Bank, training, scores and calibration are the same as for images.
+The samples are embeddings of any kind (text, audio, images), and a small network replaces the pre-trained encoder.
+Bank, training, scores and calibration are the same as for images.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tpl.stream.vectors import VectorSet
 
 @dataclass(frozen=True)
 class VectorTask:
-    """One task of a classifier: its classes, and how many samples it was trained on, refreshed with, held out."""
+    """One task of a classifier: its classes, and the numbers of samples for training, for updates, and held out."""
 
     classes: tuple[Any, ...]
     samples: int
@@ -51,39 +51,39 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Every `partial_fit` with new classes is one more task: it trains free weights of a small masked network, a head and
     statistics of its own. At prediction every task's model scores a sample by a likelihood ratio, which gives
-    P(task | x), times P(class | x, task). What an earlier task's model says never changes afterwards.
+    P(task | x), times P(class | x, task). The outputs of an earlier task's model never change.
 
-    Samples of a class that is already known train nothing: they refresh its statistics and its share of the memory.
+    Samples of known classes are not trained on: they update the class's statistics and its share of the memory.
 
     Parameters
     ----------
     latent : int, default=64
         Hidden units of an adapter. Tasks share them; more tasks need more.
     width : int, default=32
-        Frozen random units put beside the vectors. They help where vectors are short; 0 leaves the vectors alone.
+        Frozen random features appended to the vectors. They help where vectors are short; 0 adds none.
     depth : int, default=1
         Adapters in a row.
     standardise : {"features", "global", "none"}, default="features"
         Shift and scale by the first task's statistics, frozen afterwards: each feature by its own deviation, all by
         their average one (keeps the geometry of an embedding), or not at all.
     epochs, batch_size, lr, momentum
-        Training of a task by SGD; as many remembered samples come to every batch of new ones.
+        Training of a task by SGD; every batch of new samples is joined by as many replayed ones.
     sparsity, s_max
         Weight of HAT's regulariser, and the largest scale of a mask's sigmoid.
     memory : int, default=2000
-        Vectors kept of all classes together, for replay, the likelihood ratio and calibration.
+        Number of stored vectors of all classes, for replay, the likelihood ratio and calibration.
     gamma : float, default=0.05
         Temperature of P(task | x).
     k : int, default=5
-        Which neighbour among other tasks' memory counts in the likelihood ratio.
+        The likelihood ratio uses the distance to the k-th nearest stored vector of other tasks.
     calibrate : bool, default=True
         Whether the tasks' scores are made comparable on the memory after every task.
     held_out : float, default=0.1
-        Share of every class (of five samples or more) that is kept out of training, for `unknown_score`.
+        Share of every class (of five samples or more) that is held out of training, for `unknown_score`.
     device : str, default="cpu"
         Where to compute: "cpu", "cuda", "cuda:1", or "auto".
     random_state : int, RandomState instance or None, default=None
-        Makes results repeatable. Later tasks draw from the seed that the first one took.
+        Makes results repeatable. Later tasks use the seed of the first one.
 
     Attributes
     ----------
@@ -92,16 +92,16 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     tasks_ : list of VectorTask
         The tasks in order of arrival; the columns of `task_proba`.
     arrived_ : ndarray
-        The same classes in the order of arrival.
+        All classes known, in the order of arrival.
     n_features_in_ : int
-        Features seen in the first task.
+        Number of features, as in the first task.
     feature_names_in_ : ndarray
-        Their names, where the first task came as a data frame with text for names.
+        Names of the features, if the first task was a data frame with strings as column names.
 
     Notes
     -----
-    Parameters are read when the first task is learned; later changes wait for the next `fit`. Sample weights are not
-    supported. A `partial_fit` that fails leaves the classifier as it was.
+    Parameters are read when the first task is learned; later changes apply from the next `fit` on. Sample weights are
+    not supported. A `partial_fit` that fails leaves the classifier unchanged.
     """
 
     model_: VectorTPL
@@ -152,10 +152,10 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._learn(X, y, None, afresh=True)
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> Self:  # noqa: N803
-        """Learn the classes of `y` that are new as one more task, and refresh the known ones.
+        """Learn the new classes in `y` as one more task, and update the known ones.
 
-        `classes` is there because other classifiers need it: labels in `y` must be among them. A class without samples
-        is not learned; it may come in a later call.
+        `classes` is part of scikit-learn's interface: labels in `y` must be among them. A class without samples is not
+        learned; it may follow in a later call.
         """
         return self._learn(X, y, classes, afresh=not hasattr(self, "model_"))
 
@@ -178,7 +178,7 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return sorted_
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
-        """log P(class | x); with two classes the log-odds of the second, as scikit-learn has it."""
+        """log P(class | x); with two classes the log-odds of the second, as in scikit-learn."""
         logs = self.predict_log_proba(X)
         return logs[:, 1] - logs[:, 0] if logs.shape[1] == 2 else logs
 
@@ -190,7 +190,7 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return probabilities
 
     def unknown_score(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
-        """How little a sample looks like anything known, from 0 to 1.
+        """How unlikely a sample is to belong to any known class, from 0 to 1.
 
         Rejecting scores of at least 1 - a rejects known samples with a probability of at most a: the score is one minus
         the largest conformal p-value over the tasks, each against the task's own held-out samples. With n of those, no
@@ -207,14 +207,14 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         labels = column_or_1d(labels, warn=True)
         check_classification_targets(labels)
         if classes is not None:
-            strangers = np.setdiff1d(labels, np.asarray(classes))
-            if len(strangers):
-                raise ValueError(f"y holds labels that are not in classes: {strangers.tolist()[:5]}.")
+            unexpected = np.setdiff1d(labels, np.asarray(classes))
+            if len(unexpected):
+                raise ValueError(f"y has labels that are not in classes: {unexpected.tolist()[:5]}.")
         known = np.empty(0, dtype=labels.dtype) if afresh else self.arrived_
         fresh = np.setdiff1d(labels, known)
         all_classes = np.asarray(unique_labels(known, fresh) if len(known) and len(fresh) else np.union1d(known, fresh))
         with _as_value_errors():
-            # On a copy: a task that fails or is interrupted leaves the classifier as it was.
+            # On a copy: a task that fails or is interrupted leaves the classifier unchanged.
             model = self._new_model(vectors) if afresh else copy.deepcopy(self.model_)
             old = ~np.isin(labels, fresh)
             if old.any():
@@ -227,8 +227,8 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         parts = np.split(self.arrived_, np.cumsum([len(names) for names in model.task_classes_])[:-1])
         trained += model.samples_seen[len(trained) :]
         self.tasks_ = [
-            VectorTask(tuple(part.tolist()), first, seen - first, len(held.labels))
-            for part, first, seen, held in zip(parts, trained, model.samples_seen, model.held_, strict=True)
+            VectorTask(tuple(part.tolist()), first, count - first, len(held.labels))
+            for part, first, count, held in zip(parts, trained, model.samples_seen, model.held_, strict=True)
         ]
         return self
 
@@ -246,7 +246,7 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _learn(model: VectorTPL, vectors: NDArray[Any], labels: NDArray[np.int64], own: int) -> None:
-    """One more task of `own` new classes; `labels` count from 0 in it."""
+    """Learn one more task of `own` new classes; `labels` count from 0 within it."""
     known = len(model.classes_)
     names = tuple(str(known + c) for c in range(own))
     train, held = _split(model, VectorSet(vectors, labels), "held out", len(model.task_classes_))
@@ -254,14 +254,14 @@ def _learn(model: VectorTPL, vectors: NDArray[Any], labels: NDArray[np.int64], o
 
 
 def _update(model: VectorTPL, vectors: NDArray[Any], labels: NDArray[np.int64]) -> None:
-    """More samples of known classes, `labels` by arrival."""
+    """Add samples of known classes; `labels` are in the order of arrival."""
     numbers, own = np.unique(labels, return_inverse=True)
     train, held = _split(model, VectorSet(vectors, own), "held out again", sum(model.samples_seen))
     model.update(Task("known classes", tuple(str(c) for c in numbers), train), held)
 
 
 def _split(model: VectorTPL, samples: VectorSet, purpose: str, number: int) -> tuple[VectorSet, Samples]:
-    """What to train on, and what is held out: at least one sample of every class that has enough."""
+    """Training and held-out samples; at least one of every class with enough samples is held out."""
     held, share, generator = np.zeros(len(samples), bool), model.config.held_out, model.generator(purpose, number)
     for c in np.unique(samples.labels):
         rows = np.flatnonzero(samples.labels == c)
@@ -272,7 +272,7 @@ def _split(model: VectorTPL, samples: VectorSet, purpose: str, number: int) -> t
 
 
 def _positions(classes: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.int64]:
-    """The place of every label in `classes`, in whatever order these are."""
+    """The index of every label in `classes`, which may be in any order."""
     order = np.argsort(classes)
     places: NDArray[np.int64] = order[np.searchsorted(classes[order], labels)]
     return places
@@ -280,7 +280,7 @@ def _positions(classes: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.int64]
 
 @contextmanager
 def _as_value_errors() -> Iterator[None]:
-    """What the user can mend is a ValueError to scikit-learn; options are arguments there, not flags."""
+    """Raise errors of this package as ValueError, as in scikit-learn, with options named as arguments, not flags."""
     try:
         yield
     except TplError as error:

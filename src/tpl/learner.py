@@ -47,7 +47,7 @@ Given = Task | Path | str | Images
 
 
 class Learner:
-    """A classifier that keeps learning.
+    """A classifier that learns new classes task by task.
 
     `options` are the method's own, e.g. `epochs=10, memory=500`; `tpl describe METHOD` lists them.
     """
@@ -92,7 +92,7 @@ class Learner:
         return self.method.capacity()
 
     def _task_entries(self) -> list[TaskEntry]:
-        """One entry per task. A method that was trained without the learner has classes alone."""
+        """One entry per task; with classes only, if the method was trained without the learner."""
         known = {entry.classes: entry for entry in self._entries}
         tasks = self.method.task_classes_
         return [known.get(classes, TaskEntry(f"task {t}", classes)) for t, classes in enumerate(tasks, start=1)]
@@ -125,7 +125,7 @@ class Learner:
         """How unlikely every image is to show any class learned, between 0 and 1.
 
         Of images of known classes, at most a share `a` reach 1 - a: to reject from 0.95 on loses at most one in twenty
-        of them. `rejection_floor` says how small the share can be.
+        of them. `rejection_floor` is the smallest possible share.
         """
         scores: NDArray[np.float64] = self._chunked(images, self._unknown).numpy()
         return scores
@@ -166,11 +166,11 @@ class Learner:
         ]
 
     def prepare(self, images: Images) -> Tensor:
-        """Images as the encoder takes them: uint8 `[n, 3, size, size]`."""
+        """Images in the encoder's size: uint8 `[n, 3, size, size]`."""
         return self.method.preprocess.batch(_as_image_set(images))
 
     def _pixels(self, images: Images) -> Iterator[Tensor]:
-        """Images as the encoder takes them, a bounded number at a time; no images are one empty batch."""
+        """Images in the encoder's size, a bounded number at a time; an empty set is one empty batch."""
         given = _as_image_set(images)
         for start in range(0, max(len(given), 1), CHUNK):
             yield self.prepare(given.select(np.arange(start, min(start + CHUNK, len(given)))))
@@ -210,7 +210,7 @@ class Learner:
         return self
 
     def _record(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
-        """Note how the newest task was learned, and the errors on its held-out images."""
+        """Add an entry for the newest task, with the errors on its held-out images."""
         entry = TaskEntry(
             task.name,
             task.classes,
@@ -239,9 +239,9 @@ class Learner:
         *,
         held_out: float = HELD_OUT,
     ) -> Self:
-        """Add images of classes that are known already.
+        """Add images of known classes.
 
-        The classes' statistics and exemplars are refreshed; nothing is trained, and other tasks stay as they are.
+        The classes' statistics and exemplars are updated; nothing is trained, and other tasks do not change.
         """
         task = self._as_task(images, labels, "update")
         new = [c for c in task.classes if c not in self.classes_]
@@ -252,8 +252,8 @@ class Learner:
             )
         task = _without_empty_classes(task)
         entries = self._task_entries()
-        seen = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another choice at each update
-        train, rest = hold_out(task, held_out, [self.method.seed, seen])
+        count = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another seed at each update
+        train, rest = hold_out(task, held_out, [self.method.seed, count])
         held = self.method.samples_of(rest, no_callback)
         self.method.update(replace(task, train=train, test=None), held, callback)
         counts = [class_counts(part, len(task.classes)) for part in (train, rest)]
@@ -265,10 +265,10 @@ class Learner:
         return self
 
     def remove(self, name: str) -> Self:
-        """Forget a class: its exemplars, mean, head row and held-out images are gone, from disk with the next `save`.
+        """Remove a class: its exemplars, mean, head row and held-out images; from disk with the next `save`.
 
-        What was trained on several classes together stays, and so do the answers among them. A task without classes is
-        removed; the units of its mask stay in use, as other tasks may share them.
+        What was trained on several classes together stays, and so do predictions among the others. A task without
+        classes is removed; the units of its mask stay in use, as other tasks may share them.
         """
         entries = [entry.without(name) for entry in self._task_entries()]
         self.method.remove(name)
@@ -276,14 +276,14 @@ class Learner:
         return self
 
     def rename(self, old: str, new: str) -> Self:
-        """Give a class another name."""
+        """Rename a class."""
         entries = [entry.renamed(old, new) for entry in self._task_entries()]
         self.method.rename(old, new)
         self._entries = entries
         return self
 
     def _as_task(self, images: Given, labels: Sequence[str] | None, name: str | None) -> Task:
-        """The task to learn, under a name of its own."""
+        """The task to learn, with a unique name."""
         names = {entry.name for entry in self._task_entries()}
         taken = set() if self.method.cumulative else names
         if name in taken:
@@ -307,7 +307,7 @@ class Learner:
         if not new:
             raise TplError(f"Already learned: {', '.join(known)}. To add images of known classes, use update.")
         raise TplError(
-            f"Already learned: {', '.join(known)}; new: {', '.join(new)}. A task must bring new classes only: learn "
+            f"Already learned: {', '.join(known)}; new: {', '.join(new)}. A task must have new classes only: learn "
             "the new ones by themselves, and add the images of known ones with update."
         )
 
@@ -406,13 +406,13 @@ def learn_side_by_side(
 ) -> None:
     """Each learner learns a task; all of them, or none if one fails.
 
-    All learning goes through this function: from Python, the command line, the server and benchmarks. `held_out` is the
+    Python, the command line, the server and benchmarks all learn by this function. `held_out` is the
     share of every class that each learner does not train on. Learners whose settings allow it share their passes over
     the frozen trunk.
     """
     rows = zip(learners, tasks, held_out, strict=True)
     parts = [hold_out(task, share, [each.method.seed]) for each, task, share in rows]
-    # First: an image that cannot be read is reported before the training.
+    # First, so that an image that cannot be read is reported before the training.
     held = [each.method.samples_of(rest, no_callback) for each, (_, rest) in zip(learners, parts, strict=True)]
     given = [replace(task, train=train, test=None) for task, (train, _) in zip(tasks, parts, strict=True)]
     learn_together([each.method for each in learners], given, callbacks, held)
@@ -429,7 +429,7 @@ def _as_image_set(images: Images) -> ImageSet:
 
 
 def _as_task(images: Given, labels: Sequence[str] | None, name: str) -> Task:
-    """A task from class folders, a zip of them, or images with a class name each; `name` is for those without one."""
+    """A task from class folders, a zip of them, or images with a class name each; `name` is for a task without one."""
     if isinstance(images, (Task, str, Path)):
         if labels is not None:
             raise TplError("Class names come with a task or with class folders; labels are for a list of images.")

@@ -160,7 +160,7 @@ class ProgressLines:
         elif (handler := getattr(self, f"_on_{kind}", None)) is not None:
             group = self._group(label)
             run = group.runs.setdefault(label, _Run(label))
-            run.hear(kind, data, self.clock())
+            run.handle(kind, data, self.clock())
             handler(group, run, data)
 
     # Work without tasks
@@ -274,6 +274,6 @@ class ProgressLines:
         hours, minutes = divmod(minutes, 60)
         stamp = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
         file = self.console.file
-        with suppress(OSError):  # the pipe is closed or the disk is full: the work goes on
+        with suppress(OSError):  # the pipe is closed or the disk is full: the command continues
             file.write(f"[{stamp}] tpl: {printable(text)}\n")
             file.flush()

@@ -1,9 +1,9 @@
 """The replay memory: a few images of every class, within a budget, balanced and nested.
 
 Each class gets the same quota, floor(budget / classes). A policy ranks a class's images once, when the class is
-learned; later memories hold a prefix of that ranking, so that exemplars are dropped but never exchanged. Some policies
-rank by features, which come with the images. Images are stored losslessly at the size of the encoder's resize step, or
-smaller, and their bytes are counted.
+learned; later memories hold a prefix of that ranking: exemplars are removed but never replaced. Some policies rank by
+features, which are passed with the images. Images are stored losslessly at the size of the encoder's resize step, or
+smaller.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def herding(features: Tensor, count: int) -> NDArray[np.int64]:
     return np.array(ranking, dtype=np.int64)
 
 
-# These rank one class's images by their features `[n, dim]`, and only the first few.
+# A feature policy ranks the best `count` images of one class by their features `[n, dim]`.
 FEATURE_POLICIES: dict[str, Callable[[Tensor, int], NDArray[np.int64]]] = {"herding": herding}
 
 
@@ -137,26 +137,26 @@ class Memory:
             self._prepared = torch.cat([*(rows.to(new.device) for rows in old), new])
         return stayed
 
-    def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
-        """Choose the exemplars of some classes again, from the old ones and from more `images`, by class.
+    def redraw(self, images: dict[int, ImageSet], counts: dict[int, int], preprocess: Preprocess) -> Tensor:
+        """Select the exemplars of some classes again, from the old ones and from more `images`, by class.
 
-        `seen` is the number of images a class had before: an old exemplar stands for several, and the policy ranks all
-        of them together with the new ones. Returns for every row of the memory which row it was before, or -1 if new.
+        `counts` is the number of images a class had before: an old exemplar represents several, and the policy ranks
+        all of them together with the new ones. Returns for every row of the memory its row before, or -1 if new.
         """
         before = self._rows()
         fresh: dict[int, tuple[list[bytes], list[int]]] = {}
         quotas = self.quotas(len(self.exemplars))
         for c, more in images.items():
             old = list(zip(self.exemplars[c], before[c], strict=True))
-            rng = np.random.default_rng([self.seed, c, seen[c], len(more)])
+            rng = np.random.default_rng([self.seed, c, counts[c], len(more)])
             drawn: list[tuple[bytes, int]] = []
-            everyone = seen[c] + len(more)
-            for i in self._rank(everyone, rng, everyone).tolist():
+            total = counts[c] + len(more)
+            for i in self._rank(total, rng, total).tolist():
                 if len(drawn) == quotas[c]:
                     break
-                if i >= seen[c]:
-                    drawn.append((encode(preprocess.shrink(more.load(i - seen[c]))), -1))
-                elif old:  # any old image: the next old exemplar stands for it
+                if i >= counts[c]:
+                    drawn.append((encode(preprocess.shrink(more.load(i - counts[c]))), -1))
+                elif old:  # an old image: the next old exemplar represents it
                     drawn.append(old.pop(0))
             fresh[c] = [image for image, _ in drawn], [row for _, row in drawn]
         for c, (exemplars, rows) in fresh.items():
@@ -170,7 +170,7 @@ class Memory:
         """The indices of the first `count` of one class's images in the policy's ranking."""
         if self.ranks_by_features:
             if features is None:
-                raise TplError(f"The memory policy '{self.policy}' ranks images by features, and got none.")
+                raise TplError(f"The memory policy '{self.policy}' ranks images by features; none were given.")
             return FEATURE_POLICIES[self.policy](features, count)
         return POLICIES[self.policy](images, rng)[:count]
 
@@ -187,9 +187,9 @@ class Memory:
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
     def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
-        """All exemplars as the encoder takes them, uint8 `[n, 3, size, size]`, class by class.
+        """All exemplars in the encoder's size, uint8 `[n, 3, size, size]`, class by class.
 
-        They are moved to `device` and stay there for the next call; by default a copy on the CPU is returned.
+        They are cached on `device`; by default a copy on the CPU is returned.
         """
         if self._prepared is None:
             self._prepared = preprocess.batch(self._images(0), device=device)
@@ -199,11 +199,11 @@ class Memory:
         return self._prepared
 
     def _images(self, first_class: int) -> ImageSet:
-        """The exemplars from one class on, as a set of images."""
+        """The exemplars of class `first_class` and all later ones, as a set of images."""
         return StoredImages([image for images in self.exemplars[first_class:] for image in images])
 
     def state(self) -> dict[str, Tensor]:
-        """The exemplars as tensors: all bytes in a row, their lengths, and the count per class."""
+        """The exemplars as tensors: all bytes concatenated, their lengths, and the count per class."""
         flat = [image for images in self.exemplars for image in images]
         return {
             "bytes": torch.frombuffer(bytearray(b"".join(flat) or b"\0"), dtype=torch.uint8),
@@ -257,7 +257,7 @@ def _rows_of(features: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
 
 
 def encode(image: Image.Image) -> bytes:
-    """An image as PNG, without loss."""
+    """An image as PNG, lossless."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()

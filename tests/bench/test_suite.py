@@ -367,10 +367,10 @@ def test_a_finished_run_on_other_images_is_not_taken_for_this_one(killed: Killed
 def test_time_left_follows_the_share_that_is_done() -> None:
     state = RunState("tpl", "digits-5t", "natural", 0, Path("nowhere"))
     assert state.seconds_left(5.0) is None and state.doing() == "starting"
-    state.hear("run", {"images": [10, 30], "learned": 1}, now=100.0)
+    state.handle("run", {"images": [10, 30], "learned": 1}, now=100.0)
     assert state.share == 0.25 and state.seconds_left(101.0) is None
-    state.hear("epoch", {"epoch": 1, "epochs": 3}, now=110.0)
+    state.handle("epoch", {"epoch": 1, "epochs": 3}, now=110.0)
     assert state.share == 0.5 and state.seconds_left(110.0) == pytest.approx(20.0)
     assert state.doing() == "task 2 of 2, epoch 1 of 3"
-    state.hear("stage", {"stage": 1}, now=130.0)
+    state.handle("stage", {"stage": 1}, now=130.0)
     assert state.share == 1.0 and state.seconds_left(130.0) == 0.0

@@ -167,8 +167,8 @@ def test_the_time_left_counts_runs_that_wait(place: Path) -> None:
     found[0].state, found[0].result = "finished", RunResult({}, {"seconds": 30.0}, {})
     assert seconds_left(found, 1, now=100.0) == 90.0  # between two runs
     found[1].state = "running"
-    found[1].hear("run", {"images": [10, 10], "learned": 0}, now=100.0)
-    found[1].hear("stage", {"stage": 0}, now=125.0)
+    found[1].handle("run", {"images": [10, 10], "learned": 0}, now=100.0)
+    found[1].handle("stage", {"stage": 0}, now=125.0)
     assert seconds_left(found, 1, now=125.0) == 25.0 + 2 * 40.0
     for state in found:
         state.state, state.result = "finished", found[0].result
@@ -246,8 +246,8 @@ def test_the_picture_shows_what_matters_in_a_low_terminal(place: Path) -> None:
     now = time.time()
     for state in found[5:7]:
         state.state = "running"
-        state.hear("run", {"images": [10, 10], "learned": 0}, now - 60)
-        state.hear("epoch", {"epoch": 1, "epochs": 2}, now)
+        state.handle("run", {"images": [10, 10], "learned": 0}, now - 60)
+        state.handle("epoch", {"epoch": 1, "epochs": 2}, now)
     found[9].state, found[9].error = "failed", "no such [data]"
     console = Console(file=Terminal(), force_terminal=True, width=100, height=10)
     with SuiteView(console, found, slots=2) as view:

@@ -9,8 +9,8 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Event
 from tpl.errors import TplError
+from tpl.methods.bank import protect
 from tpl.methods.tpl import TPL
-from tpl.nets import hat
 from tpl.stream import Stream
 
 OPTIONS = {"encoder": SMALL_VIT, "latent": 16, "epochs": 2, "batch_size": 16, "lr": 0.05, "memory": 24}
@@ -57,7 +57,7 @@ def test_protected_weights_keep_their_bits_and_free_ones_move(small_stream: Stre
     learner.learn(small_stream[0])
     used = method.bank.used
     assert used is not None
-    gates = method.bank.adapters.gates(used)
+    gates = method.bank.adapters.weights.gates(used)
     before = {k: v.clone() for k, v in method.bank.adapters.state_dict().items()}
     learner.learn(small_stream[1])
     for name, after in method.bank.adapters.state_dict().items():
@@ -123,7 +123,7 @@ def test_capacity_is_reported_after_each_task(small_stream: Stream) -> None:
     assert len(shares) == 3
     assert 0 < shares[0] <= shares[1] <= shares[2] <= 1
     assert method.bank.used is not None
-    assert shares[2] == hat.capacity_used(method.bank.used)
+    assert shares[2] == protect.capacity_used(method.bank.used)
 
 
 def test_no_memory_at_all_still_works(small_stream: Stream) -> None:

@@ -23,8 +23,9 @@ from tensors import ROUNDING, differences, tensors_of
 from tpl import Learner
 from tpl.engine import Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
-from tpl.methods import Method, find_method, learn_together, more, row
+from tpl.methods import Method, find_method, learn_together, row
 from tpl.methods.bank import Bank, BankMethod, Outputs, training
+from tpl.methods.bank import heads as bank_heads
 from tpl.methods.bank.heads import Heads
 from tpl.methods.hat import HAT
 from tpl.methods.more import MORE
@@ -89,6 +90,19 @@ def spied(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tupl
     return calls
 
 
+def fits_of(method: BankMethod, fits: list[tuple[Any, ...]], patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Those of the recorded `fits` that are made while this method concludes a task."""
+    own, real = [], method.conclude
+
+    def conclude(*args: Any) -> None:
+        first = len(fits)
+        real(*args)
+        own.extend(fits[first:])
+
+    patch.setattr(method, "conclude", conclude)
+    return own
+
+
 def same_bank(a: Bank, b: Bank) -> bool:
     states = [[m.state_dict() for m in (bank.adapters, *bank.tasks)] for bank in (a, b)]
     pairs = zip(*states, strict=True)
@@ -116,7 +130,9 @@ class Family:
         self.task_heads: list[list[Heads]] = []  # ROW's after each task
         with pytest.MonkeyPatch.context() as patch:
             trainings = spied(patch, training, "train")
-            self.more_fits, self.row_fits = (spied(patch, module, "fit_heads") for module in (more, row))
+            fits = spied(patch, bank_heads, "fit_heads")
+            patch.setattr(row, "fit_heads", bank_heads.fit_heads)
+            self.more_fits, self.row_fits = (fits_of(method, fits, patch) for method in (self.more, self.row))
             for task in stream:
                 assert self.more.memory is not None
                 self.memories.append(self.more.memory.labels)

@@ -11,7 +11,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.errors import TplError
-from tpl.methods.bank import Seen
+from tpl.methods.bank import ForwardPass
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
@@ -71,7 +71,7 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
     asked = method.tasks_to_query(says)
     answer = method.log_probabilities(pixels)
     owner = task_of_class(method.task_classes_)
-    dense = method.decide([Seen(method.outputs(pixels), common)]).log_p  # as if every task had been asked
+    dense = method.decide([ForwardPass(method.outputs(pixels), common)]).log_p  # as if every task had been asked
     torch.testing.assert_close(answer, dense)
     torch.testing.assert_close(answer.exp().sum(dim=1), torch.ones(len(pixels), dtype=torch.float64))
     assert bool(

@@ -12,9 +12,10 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.engine import Event
+from tpl.methods.bank import protect
 from tpl.methods.bank.protect import PROTECTIONS, Hat, ProtectConfig, SupSup
 from tpl.methods.tpl import TPL
-from tpl.nets import Adapters, AdapterStack, hat
+from tpl.nets import Adapters, AdapterStack
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 16, "epochs": 1, "batch_size": 16, "lr": 0.05, "memory": 24, "protect": "supsup"}
@@ -220,7 +221,7 @@ def test_hats_mask_and_its_gradient_are_its_arithmetic(mask_gradient: str) -> No
     protection, adapters = Hat(config), some_adapters()
     own = protection.initial(adapters, random()).unsqueeze(0).requires_grad_()
     assert own.shape == (1, adapters.units)
-    scale = hat.scale_at(NOW, config.s_max)
+    scale = protect.scale_at(NOW, config.s_max)
     masked = protection.masked(stacked(adapters), own, NOW)
     torch.testing.assert_close(masked.mask, torch.sigmoid(scale * own))
     expected = adapters.weights.fold(masked.mask[0])
@@ -233,7 +234,7 @@ def test_hats_mask_and_its_gradient_are_its_arithmetic(mask_gradient: str) -> No
         again = own.detach().clone().requires_grad_()
         (torch.sigmoid(scale * again) * slope).sum().backward()
         assert again.grad is not None
-        closed = hat.compensate(again.grad, again.detach(), scale, config.s_max)
+        closed = protect.compensate(again.grad, again.detach(), scale, config.s_max)
     else:
         closed = slope * config.s_max * torch.sigmoid(own) * torch.sigmoid(-own)
     torch.testing.assert_close(own.grad, closed.detach())
@@ -244,13 +245,13 @@ def test_a_finished_hat_task_sees_and_claims_its_last_mask(masks: str) -> None:
     config = ProtectConfig(masks=masks)
     protection, adapters = Hat(config), some_adapters()
     kept = protection.kept(adapters.weights, protection.initial(adapters, random()))
-    mask = hat.task_mask(kept, config.s_max, masks)
+    mask = protect.task_mask(kept, config.s_max, masks)
     assert torch.equal(protection.claim(kept), mask)
     expected = adapters.weights.fold(mask)
     assert all(torch.equal(a, b) for a, b in zip(protection.finished(adapters.weights, kept), expected, strict=True))
     assert protection.final == (masks == "binary")
     found = protection.capacity(adapters, mask)
-    assert found == {"units": hat.capacity_used(mask), "frozen": hat.frozen_share(adapters.gates(mask))}
+    assert found == {"units": protect.capacity_used(mask), "frozen": protect.frozen_share(adapters.weights.gates(mask))}
     assert 0 < found["frozen"] < found["units"] < 1
     assert protection.capacity(adapters, None) == {"units": 0.0, "frozen": 0.0}
 
@@ -260,13 +261,13 @@ def test_hats_penalty_and_gates_are_its_arithmetic() -> None:
     mask = torch.rand(2, adapters.units, generator=random())
     used = (torch.rand(2, adapters.units, generator=random(1)) > 0.5).float()
     torch.testing.assert_close(protection.penalty(mask, None), 0.3 * mask.mean(dim=1))
-    torch.testing.assert_close(protection.penalty(mask, used), 0.3 * hat.regulariser(mask, used))
+    torch.testing.assert_close(protection.penalty(mask, used), 0.3 * protect.regulariser(mask, used))
     weights = stacked(adapters, some_adapters(1))
     found, expected = protection.gates(weights, used), weights.gates(used)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     own = torch.tensor([-9.0, 0.5, 9.0])
     protection.after_step(own)
-    assert own.tolist() == [-hat.EMBEDDING_BOUND, 0.5, hat.EMBEDDING_BOUND]
+    assert own.tolist() == [-protect.EMBEDDING_BOUND, 0.5, protect.EMBEDDING_BOUND]
 
 
 def test_every_protection_is_known_by_its_name() -> None:

@@ -96,7 +96,7 @@ def test_a_finished_tasks_norms_and_statistics_stand_still_and_are_its_own(train
 def test_free_kernels_move_and_protected_ones_do_not(trained: Trained) -> None:
     first = trained.bank.protection.claim(trained.bank.tasks[0].embedding)
     assert first is not None
-    gate = trained.bank.adapters.gates(first)
+    gate = trained.bank.adapters.weights.gates(first)
     (closed,) = (g == 0 for g in gate)
     before, after = trained.kernels[0], trained.kernels[1]
     assert torch.equal(before[closed], after[closed]) and not bool((before == after)[~closed].any())
@@ -232,7 +232,7 @@ def _loss_when_full(left: int, stream: Stream, seed: int) -> float:
     bank.used[(own == 0).nonzero()[:left]] = 0
     kernels, probe = bank.adapters.state_dict()["kernels"], probes(learner, stream[:1])
     before, seen = kernels.clone(), bank.outputs(probe, 0)
-    (closed,) = (gate == 0 for gate in bank.adapters.gates(bank.used))
+    (closed,) = (gate == 0 for gate in bank.adapters.weights.gates(bank.used))
     learner.method.learn(stream[1], events.append)
     (warning,) = [event.data["text"] for event in events if event.kind == "warning"]
     assert "a wider network" in warning and f"{float(closed.float().mean()):.1%}" in warning

@@ -90,7 +90,7 @@ def test_gates_by_hand() -> None:
     used = torch.stack([some_mask(kernels, seed) for seed in (0, 1)])
     found = KernelStack(layout, kernels.kernels.expand(2, -1)).gates(used).kernels
     assert found.shape == (2, kernels.kernels.numel())
-    assert torch.equal(kernels.gates(used[0]).kernels, found[0])
+    assert torch.equal(kernels.weights.gates(used[0]).kernels, found[0])
     starts = torch.tensor([0, *layout.groups]).cumsum(0).tolist()
     for network in (0, 1):
         for conv, gate in zip(layout.convs, layout.kernels(found[network]), strict=True):
@@ -110,7 +110,7 @@ def test_a_task_looks_at_no_weight_that_its_gates_leave_free(
     encoder, kernels, images = tiny
     mask = some_mask(kernels)
     norms = encoder.reestimated_norms(some_norms(encoder), kernels.weights.fold(mask), [images], torch.float32)
-    gate = kernels.gates(mask).kernels
+    gate = kernels.weights.gates(mask).kernels
     features = encoder(images, norms, kernels.weights.fold(mask), learning=learning)
     slope = torch.randn(features.shape, generator=random(2))
     (gradient,) = torch.autograd.grad((features * slope).sum(), kernels.kernels)

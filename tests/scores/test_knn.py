@@ -9,7 +9,7 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import normalize
 from torch import Tensor
 
-from tpl.scores import NearestNeighbours, knn
+from tpl.scores import NearestNeighbours, distances
 
 
 def features(n: int, d: int = 12, seed: int = 0) -> Tensor:
@@ -93,12 +93,12 @@ def test_alone_in_the_bank_there_is_nobody_else() -> None:
 def test_blocks_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = features(rows)
     whole = NearestNeighbours(3).remember(bank).distances(bank, torch.arange(rows))
-    monkeypatch.setattr(knn, "BLOCK", 8)
+    monkeypatch.setattr(distances, "BLOCK", 8)
     torch.testing.assert_close(NearestNeighbours(3).remember(bank).distances(bank, torch.arange(rows)), whole)
 
 
 def test_more_rows_than_one_block() -> None:
-    bank, z = features(20, d=4), features(knn.BLOCK + 3, d=4, seed=1)
+    bank, z = features(20, d=4), features(distances.BLOCK + 3, d=4, seed=1)
     np.testing.assert_allclose(
         NearestNeighbours(5).remember(bank).distances(z).numpy(), by_sklearn(bank, z, 5), rtol=1e-9
     )

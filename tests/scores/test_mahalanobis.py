@@ -12,7 +12,7 @@ from sklearn.covariance import OAS, EmpiricalCovariance
 from torch import Tensor
 
 from tpl.scores import Mahalanobis
-from tpl.scores.mahalanobis import NEAREST
+from tpl.scores.distances import NEAREST
 
 Array = NDArray[np.float64]
 

@@ -29,7 +29,7 @@ from tpl.engine import Callback, Event, no_callback
 from tpl.errors import TplError
 from tpl.files import sha256_of
 from tpl.methods import Method
-from tpl.methods.bank import Outputs, Seen
+from tpl.methods.bank import ForwardPass, Outputs
 from tpl.methods.base import KEEP, task_of_class
 from tpl.stream import Stream, fingerprint
 
@@ -62,9 +62,9 @@ class RunOutputs:
         return RunOutputs(moved, self.labels, self.tasks, common)
 
     @property
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[ForwardPass]:
         """The argument of a method's `decide`."""
-        return [Seen(self.models, self.common)]
+        return [ForwardPass(self.models, self.common)]
 
     def accuracies(self, log_probabilities: Tensor) -> Accuracies:
         """The accuracies of class probabilities for all images."""
@@ -147,7 +147,7 @@ def compute_outputs(method: Method, stream: Stream, callback: Callback = no_call
     """Run every task's model on every task's test images; only one task's images are in memory at a time."""
     callback(Event("phase", {"phase": "test images, by task", "steps": len(stream)}))
     check_unchanged(method, [task.classes for task in stream])
-    parts: list[Seen] = []
+    parts: list[ForwardPass] = []
     labels, offset = [], 0
     for task in stream:
         assert task.test is not None  # Benchmark.stream sees to it
@@ -157,7 +157,7 @@ def compute_outputs(method: Method, stream: Stream, callback: Callback = no_call
         labels.append(torch.tensor(np.asarray(task.test.labels)) + offset)
         offset += len(task.classes)
         callback(Event("step", {"steps": 1}))
-    seen, joined = Seen.joined(parts), torch.cat(labels)
+    seen, joined = ForwardPass.joined(parts), torch.cat(labels)
     owner = task_of_class([task.classes for task in stream])
     return RunOutputs(seen.outputs, joined, owner[joined], seen.common)
 

@@ -29,7 +29,7 @@ class Pace:
         done = self.share - self.share_then
         return (now - self.since) * (1 - self.share) / done if done > 0 else None
 
-    def hear(self, kind: str, data: dict[str, Any], now: float) -> None:
+    def handle(self, kind: str, data: dict[str, Any], now: float) -> None:
         """Update the position by an event of the run."""
         if kind == "run":
             self.images, self.task = list(data["images"]), int(data["learned"])

@@ -1,4 +1,4 @@
-"""Carrying out a suite, and the state of its runs: known from their events, or read from their directories.
+"""Running a suite, and the state of its runs, from their events or their directories.
 
 Finished runs are reused, interrupted ones continue, failures are recorded.
 
@@ -183,7 +183,7 @@ def _update(state: RunState, event: JobEvent) -> None:
             state.state = FAILED
             _write_failure(state)
     else:
-        state.hear(event.kind, event.data, time.time())
+        state.handle(event.kind, event.data, time.time())
 
 
 def _write_failure(state: RunState) -> None:
@@ -192,7 +192,7 @@ def _write_failure(state: RunState) -> None:
         state.directory.mkdir(parents=True, exist_ok=True)
         replace_atomically(state.directory / FAILURE, json.dumps({"error": state.error, "time": time.time()}) + "\n")
     except OSError:
-        pass  # a directory that cannot be written is what failed, and the suite says so itself
+        pass  # the directory cannot be written: that is the failure, and the suite reports it
 
 
 class Finished:
@@ -204,7 +204,7 @@ class Finished:
     def has(self, spec: RunSpec, place: Path) -> bool:
         """Whether `place` holds a finished run with exactly these settings and images.
 
-        The directory's name stands for all settings except the paths of images and weights; their hashes are compared
+        The directory's name depends on all settings except the paths of images and weights; their hashes are compared
         here. If they differ or cannot be compared, the run is opened like any other and reports what is wrong.
         """
         if not (place / "results.json").exists():
@@ -246,7 +246,7 @@ def read_states(out: Path) -> list[RunState]:
         planned = _read(out / PLAN).get("runs", [])
         states = [RunState(**{**run, "directory": out / run["directory"]}) for run in planned]
     except (TypeError, KeyError):
-        raise TplError(f"{out / PLAN} is not what a suite writes; remove it, the runs tell the rest.") from None
+        raise TplError(f"{out / PLAN} was not written by a suite; remove it: the runs are found without.") from None
     known = {state.directory for state in states}
     others = [file.parent for file in sorted(out.glob("*/run.json")) if file.parent not in known]
     states += [_described(place) for place in others]
@@ -271,7 +271,7 @@ def _look(state: RunState) -> None:
         state.finish()
         return
     for event in _newest_events(place):
-        state.hear(event["kind"], event, event["time"])
+        state.handle(event["kind"], event, event["time"])
     if is_held(place):
         state.state = RUNNING
     elif failure := _read(place / FAILURE):

@@ -1,11 +1,10 @@
 """The training loop, inference, gated optimisers, devices and progress events."""
 
-from tpl.engine.batches import IGNORED, ROTATIONS, Batches, Feed, RotationClasses, Samples
+from tpl.engine.batches import IGNORED, ROTATIONS, Batches, Feed, RotationClasses, Samples, masked_mean
 from tpl.engine.compute import BLOCK, CapturedFunction, Compute, Inference, choose_compute, uses_cuda_graphs
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Callback, Event, RunLabel, labelled, no_callback
-from tpl.engine.optim import Adam, GatedSGD
-from tpl.engine.train import CapturedStep, Objective, Recipe, Step, batches_of_images, train
+from tpl.engine.train import Adam, CapturedStep, GatedSGD, Objective, Recipe, Step, batches_of_images, train
 
 __all__ = [
     "BLOCK",
@@ -33,6 +32,7 @@ __all__ = [
     "current",
     "joined",
     "labelled",
+    "masked_mean",
     "no_callback",
     "train",
     "uses_cuda_graphs",

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label of a row that only fills a batch up: cross-entropy's own default
-ROTATIONS = (1, 2, 3)  # numbers of 90-degree rotations that are classes of their own
+IGNORED = -100  # the label of a row that pads a batch: the default of torch's cross-entropy
+ROTATIONS = (1, 2, 3)  # numbers of 90-degree rotations that are extra classes
 MARGIN = 8  # a crop is shifted by up to this part of the side: 4 pixels of 32
 
-# A row code says in one integer which sample fills a row of a batch, and how: `i` is sample i of n, `n + i` is sample i
-# flipped horizontally, NO_SAMPLE is a row that only fills the batch up. So an epoch goes to the device in one copy.
+# A row code is one integer for a row of a batch: `i` is sample i of n, `n + i` is sample i flipped horizontally, and
+# NO_SAMPLE is padding. So an epoch is sent to the device in one copy.
 NO_SAMPLE = -1
 
 
@@ -49,7 +49,7 @@ class StepInputs(NamedTuple):
         return StepInputs(self.new.clone(), self.replayed.clone(), self.draws.clone(), pixels)
 
     def copy_(self, other: StepInputs) -> None:
-        """Take over another step's values, in place."""
+        """Copy another step's values, in place."""
         for own, value in zip((*self[:3], *self.pixels), (*other[:3], *other.pixels), strict=True):
             own.copy_(value)
 
@@ -97,11 +97,11 @@ class RotationClasses(NamedTuple):
 class Batches:
     """Shuffled batches of new samples, each joined by as many replayed ones.
 
-    Replay draws from its own endless row of permutations, so the ratio stays 1:1 whatever the sizes. With `flip`, every
-    image is flipped horizontally half of the time; with `crop`, it is also shifted by a few pixels each way, and black
-    comes in from the edge. `whole` fills an epoch's last batch up with random samples of the epoch: for networks with
-    batch norms. With `rotations`, every new sample is there once more, under a random rotation by 90, 180 or 270
-    degrees and a label that says so. A step comes with `numbers` random numbers in [0, 1) for the objective.
+    Replayed samples come from an endless sequence of permutations, so the ratio is 1:1 whatever the sizes. With `flip`,
+    every image is flipped horizontally half of the time; with `crop`, it is also shifted by a few pixels each way and
+    padded with black. `whole` fills an epoch's last batch up with random samples of the epoch, for networks with batch
+    norms. With `rotations`, every new sample is added once more, rotated by a random 90, 180 or 270 degrees, with
+    another label. A step has `numbers` random numbers in [0, 1) for the objective.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Batches:
         return order, old
 
     def draws(self) -> Tensor:
-        """The random numbers of one epoch, a row a step; `split_draws` tells what each is for."""
+        """The random numbers of one epoch, one row per step; `split_draws` divides them by use."""
         return torch.rand(self.steps, sum(self._draw_sizes()), generator=self.generator)
 
     def split_draws(self, draws: Tensor) -> Draws:
@@ -298,3 +298,8 @@ def _labels(samples: Samples, codes: Tensor) -> Tensor:
 
 def _rotated_labels(labels: Tensor, number: Tensor, rotations: RotationClasses) -> Tensor:
     return torch.where(labels < 0, IGNORED, rotations.first + (number - 1) * rotations.classes + labels)
+
+
+def masked_mean(values: Tensor, rows: Tensor) -> Tensor:
+    """The mean of the values `[n]` where `rows` is true, 0 if it is nowhere; other values may be anything."""
+    return values.masked_fill(~rows, 0.0).sum() / rows.sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""Where and how precisely to compute, and inference: in blocks that bound the memory and never change an answer.
+"""Device and precision, and inference in blocks, which bound the memory and do not change results.
 
 On a GPU, inference and training steps are captured once as a CUDA graph and replayed: small networks are bound by
 launching kernels, and a replay launches them all at once.
@@ -31,7 +31,7 @@ QUAD = 4  # on many CPUs, products over a number of images that is no multiple o
 class Compute:
     """A device and the precision of the trunk on it.
 
-    bf16 touches the trunk alone; masks, norms' statistics, losses and scores stay in float32 or float64 whatever is
+    bf16 applies to the trunk alone; masks, norms' statistics, losses and scores stay in float32 or float64 whatever is
     chosen here.
     """
 
@@ -47,7 +47,7 @@ class Compute:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def room_for(self, size: int) -> bool:
-        """Whether so many bytes of images may stay on the device, beside networks and their activations."""
+        """Whether this many bytes of images fit on the device, beside networks and activations."""
         if self.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -64,7 +64,7 @@ class Compute:
 
 
 def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:
-    """`auto` takes the first GPU if there is one, bf16 on a GPU that has it, and compiles where a compiler is."""
+    """`auto` is the first GPU if there is one, bf16 on a GPU that supports it, and compiling where it is possible."""
     for name, value, known in (("Precision", precision, PRECISIONS), ("Compile", compile, COMPILE)):
         if value not in known:
             raise TplError(f"{name} must be one of {', '.join(known)}; got '{value}'.")
@@ -124,7 +124,7 @@ def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 class CapturedFunction:
     """A function of tensors alone: on a GPU captured once for inputs of the same shapes and replayed, else just called.
 
-    An answer is a copy: the next replay does not write over it.
+    The result is a copy: the next replay does not overwrite it.
     """
 
     def __init__(self, function: Callable[..., Tensor], compute: Compute) -> None:
@@ -162,9 +162,9 @@ class Inference:
     """`function(images, *weights)` over any number of images, block by block.
 
     Libraries choose kernels by the batch's size, and kernels round differently. So on a GPU every block is filled up to
-    one size: an image's answer has the same bits alone and among thousands. As all of a GPU's blocks are alike, they
-    are replays of one CUDA graph; weights of the same shapes are inputs of it like the images. On a CPU blocks are
-    filled up to a multiple of four, which leaves the same bits on some CPUs and the same answer up to rounding on all.
+    one size: an image's result has the same bits alone and among thousands. All blocks are replays of one CUDA graph,
+    with images and weights as its inputs. On a CPU blocks are filled up to a multiple of four: results have the same
+    bits on some CPUs, and are the same up to rounding on all.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""One run over several processes, a GPU each: all of them learn one network, each from its rows of every batch.
+"""One run over several processes, a GPU each: all train one network, each on its rows of every batch.
 
-Every process draws the same batches and takes every n-th row of them. Gradients are added up in one flat bucket, each
-process's weighed by its share of the rows that count, so that the sum is the gradient of the whole batch. After that
-all do the same: whatever looks at gradients sees those of the whole batch, and the networks stay equal. The step itself
-is `SharedStep` in `train`.
+Every process draws the same batches and uses every n-th row of them. Gradients are summed in one flat bucket, weighted
+by each process's share of the rows that count, so that the sum is the gradient of the whole batch. After that all
+processes compute the same, and the networks stay equal. The step itself is `SharedStep` in `train`.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class Processes:
         return self.rank == 0
 
     def own_device(self, name: str) -> str:
-        """The device that this process computes on, where `name` is asked of all."""
+        """The device of this process, if the run was started with device `name`."""
         if self.alone or name == "cpu":
             return name
         if name != "cuda":
-            raise TplError(f"Several processes cannot share '{name}': say --device cuda (a GPU each) or cpu.")
+            raise TplError(f"Several processes cannot share '{name}': use --device cuda (a GPU each) or cpu.")
         return f"cuda:{self.local_rank}"
 
     def add_up(self, values: Tensor) -> None:
@@ -61,7 +60,7 @@ class Processes:
 
     @contextmanager
     def first_before_others(self) -> Iterator[None]:
-        """What the first process does inside is done before any other begins with it."""
+        """A block that the first process runs before all others."""
         if not self.leads:
             self._meet()
         yield
@@ -83,7 +82,7 @@ def current() -> Processes:
 
 @contextmanager
 def working_with(processes: Processes) -> Iterator[Processes]:
-    """Everything that is trained inside is trained by all of them together."""
+    """A context in which these processes train together."""
     token = _current.set(processes)
     try:
         yield processes
@@ -107,7 +106,7 @@ def joined(device: str) -> Iterator[Processes]:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu and local >= (found := torch.cuda.device_count()):
         raise TplError(
-            f"Process {local + 1} on this machine finds no GPU of its own, there are {found}: start no more than that "
+            f"Process {local + 1} on this machine has no GPU, there are {found}: start no more processes than that "
             "(--nproc-per-node), or compute with --device cpu."
         )
     if on_gpu:
@@ -121,7 +120,7 @@ def joined(device: str) -> Iterator[Processes]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
-        lost = f"Process {processes.rank} has lost the others; the first to stop says why."
+        lost = f"Process {processes.rank} has lost connection to the others; the first that stopped reports the reason."
         raise TplError(f"{lost} ({str(error).splitlines()[0]})") from error
     # Not after an error: the others may be waiting for something that will never come.
     distributed.destroy_process_group()
@@ -129,7 +128,7 @@ def joined(device: str) -> Iterator[Processes]:
 
 @contextmanager
 def _results_only() -> Iterator[None]:
-    """Keep stdout for results: what a library prints inside goes to stderr. (Gloo prints its connections.)"""
+    """Redirect stdout to stderr, since stdout is for results and Gloo prints its connections."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

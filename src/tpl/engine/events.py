@@ -11,10 +11,10 @@ from typing import Any
 class RunLabel:
     """Which of a command's runs an event belongs to; a command with a single run needs no label."""
 
-    name: str = ""  # what sets the run apart from the others, e.g. its method
+    name: str = ""  # what distinguishes the run from the others, e.g. its method
     number: int = 0  # counted from 0
     runs: int = 1  # of the whole command
-    together: int = 1  # runs that learn side by side; their numbers follow each other
+    together: int = 1  # runs that learn side by side; their numbers are consecutive
 
     def within(self, outer: RunLabel) -> RunLabel:
         """The label in a command that makes several such groups of runs, of which `outer` is one."""
@@ -25,7 +25,7 @@ class RunLabel:
 
 @dataclass(frozen=True)
 class Event:
-    """Something happened, in the run that `run` names.
+    """An event of the run `run`.
 
     `kind` is one of: run, task, prepare, epoch, trained, capacity, warning, stage (a task of a benchmark is learned and
     measured), learned (a task of a model is), phase and step (work without training, in steps of about equal length).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,10 +19,112 @@ from tpl.engine.batches import IGNORED, Batches, Feed, RotationClasses, Samples,
 from tpl.engine.compute import capture, uses_cuda_graphs
 from tpl.engine.distributed import Processes, current
 from tpl.engine.events import Callback, Event
-from tpl.engine.optim import GatedSGD
 from tpl.errors import TplError
 
 SHORTEST_CYCLE = 8  # steps in which a mask can still be annealed
+EPSILON = 1e-8  # of Adam
+
+
+# Optimisers
+
+
+class GatedSGD(torch.optim.Optimizer):
+    """SGD with momentum, weight decay and Nesterov as torch defines them, with a gate for each weight.
+
+    HAT protects old tasks by freezing the weights they use. Gating the gradient would not be enough, since momentum and
+    weight decay would still change a protected weight. The gate multiplies the final update: a weight with gate 0 keeps
+    its exact bits.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults)
+        # For each parameter, where the gate is open, and the gate itself unless it is binary.
+        self.gates: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._factor: Tensor | None = None  # on the device, where a captured step reads it
+
+    def gate(self, parameter: Tensor, gate: Tensor) -> None:
+        """Multiply every update of `parameter` by `gate`, between 0 (frozen) and 1."""
+        binary = bool(((gate == 0) | (gate == 1)).all())
+        self.gates[parameter] = gate > 0, None if binary else gate
+
+    def scale_rate(self, factor: float) -> None:
+        """Use `factor` times the learning rate from now on. Call it before a step is captured, then before any step."""
+        if self._factor is None:
+            self._factor = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        self._factor.fill_(factor)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad
+                if group["weight_decay"]:
+                    update = update.add(p, alpha=group["weight_decay"])
+                if group["momentum"]:
+                    update = self._momentum(p, update, group["momentum"], group["nesterov"])
+                if (gate := self.gates.get(p)) is not None:
+                    opened, share = gate
+                    # Not a plain product: zero times an overflow would be NaN in a protected weight.
+                    update = torch.where(opened, update if share is None else update * share, 0)
+                self._move(p, update, group["lr"])
+
+    def _move(self, p: Tensor, update: Tensor, lr: float) -> None:
+        if self._factor is None:
+            p.sub_(update, alpha=lr)
+        elif p.is_cuda:  # one pass over millions of weights instead of two; on a CPU its rounding differs
+            p.addcmul_(update, self._factor, value=-lr)
+        else:
+            p.sub_(update * self._factor, alpha=lr)
+
+    def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        buffer = self.state[p].get("momentum")
+        if buffer is None:
+            buffer = self.state[p]["momentum"] = update.clone()
+        elif p.is_cuda:  # as above
+            torch.add(update, buffer, alpha=momentum, out=buffer)
+        else:
+            buffer.mul_(momentum).add_(update)
+        return update.add(buffer, alpha=momentum) if nesterov else buffer
+
+
+class Adam(GatedSGD):
+    """Adam as torch defines it, with the gates and the changing rate of `GatedSGD`; its counters are on the device.
+
+    For parameters that plain SGD hardly moves: prompts, whose gradients are tiny beside those of a head.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr, betas[0], weight_decay)
+        self.second = betas[1]
+
+    def _momentum(self, p: Tensor, update: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["steps"] = torch.zeros((), device=p.device)
+        state["steps"].add_(1)
+        state["mean"].mul_(momentum).add_(update, alpha=1 - momentum)
+        state["square"].mul_(self.second).addcmul_(update, update, value=1 - self.second)
+        mean = state["mean"] / (1 - momentum ** state["steps"])
+        square = state["square"] / (1 - self.second ** state["steps"])
+        direction: Tensor = mean / (square.sqrt() + EPSILON)
+        return direction
+
+
+# Recipe and objective
 
 
 @dataclass(frozen=True)
@@ -58,7 +160,7 @@ class Recipe(Config):
             raise TplError(f"Nesterov needs a momentum between 0 and 1; got {self.momentum}.")
 
     def optimiser(self, parameters: Sequence[Tensor]) -> GatedSGD:
-        """The optimiser this recipe asks for."""
+        """The optimiser of this recipe."""
         return GatedSGD(parameters, self.lr, self.momentum, self.weight_decay, self.nesterov)
 
     def batches(
@@ -70,19 +172,19 @@ class Recipe(Config):
         whole: bool = False,
         rotations: RotationClasses | None = None,
     ) -> Batches:
-        """The batches this recipe asks for, with `numbers` random numbers a step."""
+        """The batches of this recipe, with `numbers` random numbers a step."""
         flip, crop = self.augment == "flip", self.augment == "crop"
         return Batches(new, replay, self.batch_size, generator, flip, numbers, crop, whole, rotations)
 
     def rate_at(self, done: float) -> float:
-        """The share of the learning rate that is left when the share `done` of all steps is."""
+        """The factor of the learning rate after a share `done` of all steps."""
         return 1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * done)
 
 
 class Objective(Protocol):
-    """A method's loss, and what it does around the optimiser's step.
+    """A method's loss, and its hooks around the optimiser's step.
 
-    `progress` is how far through the epoch a step is, from 0 up to but not including 1 (see `cycle_length`). It lives
+    `progress` is how far through the epoch a step is, from 0 up to but not including 1 (see `cycle_length`). It is
     on the device, and an objective must not branch on its value: on a GPU a step is captured once and replayed.
     """
 
@@ -94,14 +196,14 @@ class Objective(Protocol):
         """
 
     def after_backward(self, progress: Tensor) -> None:
-        """Called with gradients in place, before the optimiser's step."""
+        """Called after the backward pass, before the optimiser's step."""
 
     def after_step(self) -> None:
-        """Called when the parameters have moved."""
+        """Called after the optimiser's step."""
 
 
 class Step:
-    """One training step, from row codes to moved parameters; adds its losses to `total`."""
+    """One training step, from row codes to updated parameters; adds its losses to `total`."""
 
     def __init__(
         self, objective: Objective, optimiser: GatedSGD, feed: Feed, normalise: Callable[[Tensor], Tensor]
@@ -113,7 +215,7 @@ class Step:
         """Forward, backward, update."""
         pixels, labels = self.batch(inputs)
         self.optimiser.zero_grad(set_to_none=True)
-        draws = inputs.draws[:, : self.feed.numbers]  # the rest was for the feed itself
+        draws = inputs.draws[:, : self.feed.numbers]  # the rest is for the feed itself
         losses = self.objective.losses(self.normalise(pixels), labels, progress, draws)
         losses = self.backward(losses)
         self.objective.after_backward(progress)
@@ -122,11 +224,11 @@ class Step:
         self.total += losses
 
     def batch(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Pixels and labels to learn from."""
+        """Pixels and labels of the batch."""
         return self.feed.gather(inputs)
 
     def backward(self, losses: Tensor) -> Tensor:
-        """Put the gradients in place; gives the losses as numbers."""
+        """Compute the gradients; returns the losses, detached."""
         losses.sum().backward()  # the networks share no parameter: each gets its own gradient
         return losses.detach()
 
@@ -144,27 +246,28 @@ class SharedStep(Step):
         new, all_rows = inputs.new.shape[1], labels.shape[1]
         halves = [self._own(new, labels.device), new + self._own(all_rows - new, labels.device)]
         counted = torch.cat([rows < end for rows, end in zip(halves, (new, all_rows), strict=True)])
-        rows = torch.cat(halves).clamp_max(all_rows - 1)  # where rows run out, any one stands in and does not count
+        rows = torch.cat(halves).clamp_max(all_rows - 1)  # missing rows are replaced by the last one, and do not count
         own = torch.where(counted, labels[:, rows], IGNORED)
         self.share = (own != IGNORED).sum(dim=1) / (labels != IGNORED).sum(dim=1)
         return pixels.unflatten(0, labels.shape)[:, rows].flatten(0, 1), own
 
     def _own(self, count: int, device: torch.device) -> Tensor:
-        """Every n-th row of so many; as many rows in every process."""
+        """Every n-th of `count` rows; the same number in every process."""
         size = self.processes.size
         return size * torch.arange(math.ceil(count / size), device=device) + self.processes.rank
 
     def backward(self, losses: Tensor) -> Tensor:
         """The whole batch's gradients in all processes, and its losses.
 
-        A mean over rows is the sum of the processes' means, each times its share of the rows that count. What rows do
-        not enter, such as what a mask is charged, has the same gradient everywhere, and the shares add up to 1.
+        A mean over rows is the sum of the processes' means, each times its share of the rows that count. A term that
+        does not depend on rows, such as the penalty of a mask, has the same gradient everywhere, and the shares add up
+        to 1.
         """
         weighed = losses * self.share
         weighed.sum().backward()
         moving = [p for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
         parts = [*(p.grad for p in moving), weighed.detach()]
-        # No row that counts: the mean was 0 / 0, and so is all that comes of it.
+        # Without rows that count, the mean was 0 / 0, and so are the gradients.
         bucket = torch.where(self.share.amin() > 0, torch.cat([part.flatten() for part in parts]), 0)
         self.processes.add_up(bucket)
         gradients: list[Tensor] = list(bucket.split([part.numel() for part in parts]))
@@ -174,7 +277,7 @@ class SharedStep(Step):
         return total
 
     def align(self) -> None:
-        """Make the networks equal to the last bit, as the first process has them."""
+        """Copy the first process's parameters, so that all networks are equal to the last bit."""
         with torch.no_grad():
             for group in self.optimiser.param_groups:
                 for p in group["params"]:
@@ -187,7 +290,7 @@ class CapturedStep:
     Every step must have the same shapes: the feed fills its batches up.
     """
 
-    WARM_UP = 3  # plain steps that allocate momentum and let libraries choose their kernels
+    WARM_UP = 3  # plain steps, in which momentum is allocated and libraries choose kernels
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -243,19 +346,19 @@ def train(
     normalise: Callable[[Tensor], Tensor],
     callbacks: Sequence[Callback],
 ) -> None:
-    """Train as long and as fast as the recipe says; a callback for each network.
+    """Train all networks by the recipe; there is one callback for each network.
 
     The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
     run, they share every batch (see `distributed`).
     """
     started, epochs, processes = time.perf_counter(), recipe.epochs, current()
-    alike = uses_cuda_graphs(networks[0].new.labels.device)
-    feed = Feed(networks, full=alike)
+    on_graphs = uses_cuda_graphs(networks[0].new.labels.device)
+    feed = Feed(networks, full=on_graphs)
     plain: Step = Step(objective, optimiser, feed, normalise)
     if not processes.alone:
         _check_agreement(processes, networks)
         plain = SharedStep(processes, objective, optimiser, feed, normalise)
-    step = CapturedStep(plain) if alike and processes.captures else plain
+    step = CapturedStep(plain) if on_graphs and processes.captures else plain
     cycle = cycle_length(feed.steps, epochs)
     progress = (torch.arange(cycle, device=feed.device, dtype=torch.float32) / cycle).unbind()
     for epoch in range(epochs):
@@ -279,17 +382,17 @@ def train(
 
 
 def _check_agreement(processes: Processes, networks: Sequence[Batches]) -> None:
-    """Stop where the processes are about to train on different images, or in another order."""
-    seen = []
+    """Raise an error if the processes would train on different images, or in a different order."""
+    checksums = []
     for batches in networks:
         state = batches.generator.get_state().double()
-        seen.append((state * torch.arange(1, len(state) + 1)).sum())
+        checksums.append((state * torch.arange(1, len(state) + 1)).sum())
         for samples in (batches.new, batches.replay):
             labels = samples.labels.double().cpu() if samples is not None else torch.zeros(0, dtype=torch.float64)
-            seen += [torch.tensor(float(len(labels))), (labels * torch.arange(1, len(labels) + 1)).sum()]
+            checksums += [torch.tensor(float(len(labels))), (labels * torch.arange(1, len(labels) + 1)).sum()]
         if batches.replay is not None:
-            seen.append(batches.replay.pixels.flatten(1).sum(dim=1).double().cumsum(0).sum().cpu())
-    own = torch.stack([value.double() for value in seen])
+            checksums.append(batches.replay.pixels.flatten(1).sum(dim=1).double().cumsum(0).sum().cpu())
+    own = torch.stack([value.double() for value in checksums])
     first = own.clone()
     processes.take_from_first(first)
     differing = (own != first).any().double().reshape(1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tpl.errors import TplError
 from tpl.learner import Learner
-from tpl.methods.bank import Outputs, Seen
+from tpl.methods.bank import ForwardPass, Outputs
 from tpl.methods.bank.bank import ORIGINAL
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.tpl import TPL
@@ -50,7 +50,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.encoder, self.dtype = encoder, dtype
         norms = [model.norms.detach() for model in method.models]
-        if method.asks_encoder:
+        if method.needs_encoder_features:
             norms.append(method.encoder.new_norms())
         self.norms = torch.stack(norms)
         # Cut into blocks beforehand: in `forward`, every cut would become a node of the graph.
@@ -98,6 +98,6 @@ class AnswerGraph(nn.Module):
         method = self.method
         networks = self.trunk(self.normalise(images)).unbind(0)
         outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
-        told = method.decide([Seen(outputs, method.join_common(networks[-1], networks))], self.want)
+        told = method.decide([ForwardPass(outputs, method.join_common(networks[-1], networks))], self.want)
         answers = [told.log_p, told.log_p.exp() @ self.members, *([] if told.unknown is None else [told.unknown])]
         return tuple(answer.float() for answer in answers)

@@ -38,9 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import IGNORED, Callback, Compute, Samples
+from tpl.engine import IGNORED, Callback, Compute, Samples, masked_mean
 from tpl.methods.base import register
-from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod, balanced
 from tpl.nets import Encoder, as_vit
@@ -181,11 +180,11 @@ class Consolidation(CrossEntropy):
         """The margin loss and the consolidation term of one batch."""
         counted = labels != IGNORED
         features, stages = self.network.staged(images)
-        loss = mean_of(self.network.margin_losses(features, labels, self.margin), counted)
+        loss = masked_mean(self.network.margin_losses(features, labels, self.margin), counted)
         if self.teacher is not None:
             with torch.no_grad():
                 _, before = self.teacher.staged(images)
-            loss = loss + self.weight * mean_of(changes(stages, before, self.teacher.importance), counted)
+            loss = loss + self.weight * masked_mean(changes(stages, before, self.teacher.importance), counted)
         return loss
 
     @torch.no_grad()

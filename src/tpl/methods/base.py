@@ -43,13 +43,13 @@ class Answers:
     """Predictions for a batch of images; None where something was not wanted or the method does not have it."""
 
     log_p: Tensor  # log P(class | image), [n, classes], float64; rows sum to 1
-    scores: Tensor | None = None  # how much each task claims each image, [n, tasks]; -inf where it was not computed
+    scores: Tensor | None = None  # a score of every task for every image, [n, tasks]; -inf where it was not computed
     unknown: Tensor | None = None  # how little each image looks like any class learned, [n] in [0, 1]
     passes: Tensor | None = None  # passes through task models for each image, [n]
 
 
 class Method(ABC):
-    """Learns tasks one by one and tells all their classes apart."""
+    """Learns tasks one by one and classifies among all their classes."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -107,18 +107,18 @@ class Method(ABC):
         if self.encoder.batch_norms:
             raise TplError(
                 f"Batch norms need the whole batch, so several processes cannot share one with '{self.encoder.name}'. "
-                "Start one process, or take an encoder with layer norms (compact, a ViT or DeiT)."
+                "Start one process, or use an encoder with layer norms (compact, a ViT or DeiT)."
             )
 
     # What a method must define
 
     @abstractmethod
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
-        """Learn one task; `samples` are its training images as the encoder takes them."""
+        """Learn one task; `samples` are its training images in the encoder's size."""
 
     @abstractmethod
     def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """log P(class | image) over all classes seen, `[n, classes]`, float64, rows sum to 1.
+        """log P(class | image) over all classes learned, `[n, classes]`, float64, rows sum to 1.
 
         `pixels` are uint8 images in the encoder's size. A prediction never depends on the rest of the batch.
         """
@@ -144,9 +144,9 @@ class Method(ABC):
         """
         return pixels
 
-    def decide(self, seen: Sequence[Any], want: Collection[str] = ()) -> Answers:
+    def decide(self, passes: Sequence[Any], want: Collection[str] = ()) -> Answers:
         """Predictions from the results of `forward` for one or several groups of images, which are joined."""
-        return Answers(torch.cat([self.log_probabilities(pixels) for pixels in seen]))
+        return Answers(torch.cat([self.log_probabilities(pixels) for pixels in passes]))
 
     def shares_forward(self, other: Method) -> bool:
         """Whether `forward` of another method returns the same as this method's for the same images."""
@@ -197,11 +197,11 @@ class Method(ABC):
 
     @property
     def memory_budget(self) -> int:
-        """How many images the memory may keep."""
+        """Number of images the memory may store."""
         return getattr(self.config, "memory", 0)
 
     def set_options(self, **changes: Any) -> None:
-        """Change options for the tasks to come; networks and masks stay as they are."""
+        """Change options for later tasks; networks and masks do not change."""
         self.config = self.config.replace(**changes)
         if self.memory is not None and "memory" in changes:
             self.memory.budget = self.memory_budget
@@ -209,7 +209,7 @@ class Method(ABC):
     def answer(self, pixels: Tensor, want: Collection[str] = ()) -> Answers:
         """Predictions for uint8 images in the encoder's size; `want` names what is needed beside probabilities.
 
-        Everything goes through it: Python, the command line, the server, benchmarks and export.
+        Python, the command line, the server, benchmarks and export all predict by this method.
         """
         return self.decide([self.forward(pixels, want)], want)
 
@@ -220,7 +220,7 @@ class Method(ABC):
 
     @property
     def classes_(self) -> list[str]:
-        """All classes seen, in the order of arrival."""
+        """All classes learned, in the order of arrival."""
         return [c for classes in self.task_classes_ for c in classes]
 
     @cached_property
@@ -262,7 +262,7 @@ class Method(ABC):
         self.removed_tasks += len(left) - len(self.task_classes_)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a class another name."""
+        """Rename a class."""
         self.place_of(old)
         if not new.strip():
             raise TplError(f"The new name of '{old}' is empty.")
@@ -271,7 +271,7 @@ class Method(ABC):
         self.task_classes_ = [tuple(new if c == old else c for c in classes) for classes in self.task_classes_]
 
     def place_of(self, name: str) -> tuple[int, int]:
-        """The number of a class's task, and its own number within that."""
+        """The index of a class's task, and the class's index within that task."""
         for task, classes in enumerate(self.task_classes_):
             if name in classes:
                 return task, classes.index(name)
@@ -291,7 +291,7 @@ class Method(ABC):
         """
         known = set() if self.cumulative else set(self.classes_) & set(task.classes)
         if known:
-            raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must bring new classes only.")
+            raise TplError(f"Already learned: {', '.join(sorted(known))}. A task must have new classes only.")
         counts = np.bincount(np.asarray(task.train.labels), minlength=len(task.classes))
         empty = [name for name, count in zip(task.classes, counts, strict=True) if count == 0]
         if empty:

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Callback, Compute, Event, Samples, batches_of_images
+from tpl.engine import IGNORED, Callback, Compute, Event, Samples, batches_of_images, masked_mean
 from tpl.methods.base import register
-from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.methods.parts.rehearsal import Reservoir
 from tpl.nets import Encoder
@@ -68,7 +67,7 @@ class DarkExperience(CrossEntropy):
         known = self.known[rows]
         apart = (replayed - self.logits[rows]).square().where(known, 0).sum(dim=1) / known.sum(dim=1)
         again = F.cross_entropy(replayed, self.classes[rows].where(counted, IGNORED))
-        return F.cross_entropy(fresh, new) + self.alpha * mean_of(apart, counted) + self.beta * again
+        return F.cross_entropy(fresh, new) + self.alpha * masked_mean(apart, counted) + self.beta * again
 
 
 @register

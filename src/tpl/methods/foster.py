@@ -37,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Callback, Samples
+from tpl.engine import IGNORED, Callback, Samples, masked_mean
 from tpl.methods.base import register
-from tpl.methods.parts.distill import mean_of, soft_cross_entropy
+from tpl.methods.parts.distill import soft_cross_entropy
 from tpl.methods.parts.expansion import ExpandedNetwork, Extractor, Head
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
@@ -156,7 +156,7 @@ class Boosting(CrossEntropy):
         taught = self.old.logits(z[:, :dim])  # the old network is the first extractor with its own head
         kept = soft_cross_entropy(logits[:, :known], taught, self.config.temperature)
         loss = F.cross_entropy(logits / self.weights, labels) + F.cross_entropy(self.head(z[:, dim:]), labels)
-        return loss + self.config.distill_weight * mean_of(kept, labels != IGNORED)
+        return loss + self.config.distill_weight * masked_mean(kept, labels != IGNORED)
 
 
 class Compression(CrossEntropy):
@@ -171,7 +171,7 @@ class Compression(CrossEntropy):
         with torch.no_grad():
             taught = self.teacher(images)
         rows = balanced_distillation(self.network(images), taught, self.weights, self.temperature)
-        return mean_of(rows, labels != IGNORED)
+        return masked_mean(rows, labels != IGNORED)
 
 
 def balanced_distillation(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float) -> Tensor:

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Callback, Samples, no_callback
+from tpl.engine import IGNORED, Callback, Samples, masked_mean, no_callback
 from tpl.methods.base import register
-from tpl.methods.parts.distill import Distillation, class_slices, mean_of
+from tpl.methods.parts.distill import Distillation, class_slices
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import BalancingConfig, RehearsalMethod
 from tpl.stream import Task
@@ -60,7 +60,7 @@ class Specialist(CrossEntropy):
         log_p, mine = self.network(images)[:, self.first :].log_softmax(dim=1), labels >= self.first
         right = F.nll_loss(log_p, (labels - self.first).masked_fill(~mine, IGNORED), reduction="none")
         confident = -log_p.mean(dim=1) - math.log(log_p.shape[1])
-        return mean_of(right, mine) + self.confidence * mean_of(confident, ~mine & (labels != IGNORED))
+        return masked_mean(right, mine) + self.confidence * masked_mean(confident, ~mine & (labels != IGNORED))
 
 
 @register

@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import IGNORED, Callback, Compute, Samples
+from tpl.engine import IGNORED, Callback, Compute, Samples, masked_mean
 from tpl.errors import TplError
 from tpl.memory import FEATURE_POLICIES, POLICIES
 from tpl.methods.base import register
-from tpl.methods.parts.distill import mean_of
 from tpl.methods.parts.network import CrossEntropy, Network
 from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
 from tpl.nets import Encoder
@@ -64,7 +63,7 @@ class BinaryDistillation(CrossEntropy):
             before = None if self.teacher is None else self.teacher(images)
         logits = self.network(images)
         rows = F.binary_cross_entropy_with_logits(logits, self.targets(labels, before), reduction="none")
-        return mean_of(rows.sum(dim=1), labels != IGNORED)
+        return masked_mean(rows.sum(dim=1), labels != IGNORED)
 
     def targets(self, labels: Tensor, before: Tensor | None) -> Tensor:
         """The target of every output, given the old network's logits `before`, if there is one."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
-from tpl.methods.bank.heads import Heads, TaskCentres, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, TaskCentres, epoch_of, head_with_others, train_heads
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -35,16 +35,16 @@ class MOREConfig(MemoryConfig):
     """MORE's options beyond those of training."""
 
     back_update_epochs: int = option(
-        10, "passes in which earlier heads are trained on after each task", minimum=0, group="training"
+        10, "epochs in which earlier heads are trained further after each task", minimum=0, group="training"
     )
-    back_update_lr: ClassVar[float] = 0.01  # learning rate of that
+    back_update_lr: ClassVar[float] = 0.01  # learning rate of the back-update
     back_update_momentum: float = option(
         0.0,
-        "momentum of that; the public code's fresh optimiser for every batch comes to none",
+        "momentum of the back-update; the public code creates a new optimiser for every batch, so has none",
         minimum=0,
         group="training",
     )
-    back_update_batch: ClassVar[int] = 16  # images a step of that
+    back_update_batch: ClassVar[int] = 16  # images a step of the back-update
     temperature: float = option(2.0, "temperature of a head's softmax", above=0, group="task prediction")
 
 
@@ -56,7 +56,7 @@ class MORE(BankMethod):
     summary = "task models under HAT masks with replay as an OOD class, heads updated back, times MD"
     paper = "Kim et al., A Multi-Head Model for Continual Learning via Out-of-Distribution Replay, CoLLAs 2022"
     keeps = "a class-balanced memory; a task's mask, norms, head, means and covariance"
-    cost = "as tpl, then all earlier heads on frozen features; a pass a task and answer"
+    cost = "training: as tpl, then all earlier heads on frozen features; prediction: one pass per task"
     splits = True
     config_class = MOREConfig
     from_scratch = True
@@ -83,29 +83,25 @@ class MORE(BankMethod):
         chosen = torch.randperm(len(samples), generator=generator)[: max(len(self.memory), 1)]
         fresh = samples.pixels[chosen.to(samples.pixels.device)]
         owner, labels = self.remembered()
-        for group in alike(self.heads_[:newest]):
-            features, targets = [], []
-            for t in group:
-                others = self.bank.tasks[t].own
-                features.append(torch.cat([self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]))
-                own = torch.where(owner == t, labels, others)
-                targets.append(torch.cat([own, torch.full((len(fresh),), others, device=own.device)]))
-            data, truth = torch.stack(features), torch.stack(targets)
-            epochs = [
-                epoch_of([data.shape[1]], data.shape[1], config.back_update_batch, generator).expand(-1, len(group), -1)
-                for _ in range(config.back_update_epochs)
-            ]
-            start = joined([self.heads_[t] for t in group])
-            trained = fit_heads(
-                start, data, truth, torch.cat(epochs), config.back_update_lr, config.back_update_momentum
-            )
-            for t, head in zip(group, trained.apart(), strict=True):
-                self.heads_[t] = head
+
+        def data(t: int) -> tuple[Tensor, Tensor]:
+            others = self.bank.tasks[t].own
+            own = torch.where(owner == t, labels, others)
+            features = torch.cat([self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features])
+            return features, torch.cat([own, torch.full((len(fresh),), others, device=own.device)])
+
+        def rows(group: list[int]) -> Tensor:
+            count, batch = len(labels) + len(fresh), config.back_update_batch
+            epochs = [epoch_of([count], count, batch, generator) for _ in range(config.back_update_epochs)]
+            return torch.cat(epochs).expand(-1, len(group), -1)
+
+        old, rate, momentum = self.heads_[:newest], config.back_update_lr, config.back_update_momentum
+        self.heads_[:newest] = train_heads(old, data, rows, rate, momentum)
 
     def _within(self, outputs: list[Outputs]) -> list[Tensor]:
         """softmax(f / T) of every head over its classes and others; the columns of its own classes."""
         rows = zip(self.heads_, outputs, self.bank.tasks, strict=True)
-        return [head.own_probabilities(seen.features, task.own, self.config.temperature) for head, seen, task in rows]
+        return [head.own_probabilities(each.features, task.own, self.config.temperature) for head, each, task in rows]
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """The largest class score of each task."""

@@ -34,7 +34,7 @@ from tpl.engine import IGNORED, Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
-from tpl.scores.statistics import class_means
+from tpl.scores.distances import class_means
 from tpl.stream import Task
 
 ROTATIONS = 4  # by 0, 90, 180 and 270 degrees

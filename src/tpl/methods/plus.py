@@ -2,10 +2,11 @@
 
     P(class | x) ~ P_bank(class | x)^a * P_global(class | x)^w
 
-The bank knows each task well and the others little; the global expert (RanPAC's classifier) knows all classes a little.
-They make different errors, so their product is better than either. The expert takes the encoder's own features, and
-those under the first task's model, which fit the images better and never change. It also selects the tasks whose models
-are queried (`passes`). a is 1 and w an option, unless both are fitted on images held out of training.
+A task model separates its own classes well but was hardly trained on others; the global expert (RanPAC's classifier) is
+weaker but covers all classes. They make different errors, so their product is better than either. The expert's input
+is the encoder's own features and those under the first task's model, which fit the images better and never change. The
+expert also selects the tasks whose models are run (`passes`). The exponents a and w are fitted on images held out of
+training; without any, a is 1 and w an option.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import Outputs, Query, Seen, TaskModel, within_tasks
+from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
 from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
@@ -43,26 +44,29 @@ class PlusConfig(RidgeConfig, TPLConfig):
 
     expert_views: str = option(
         "first",
-        "what the expert sees: the encoder's own features, or (first) those under the first task's model beside them",
+        "the expert's input: the encoder's own features, or (first) these and those under the first task's model",
         ("encoder", "first"),
         group="expert",
     )
     expert_weight: float = option(
-        2.0, "w: how much the expert counts, if that is not fitted; 0 leaves TPL alone", minimum=0, group="expert"
+        2.0,
+        "w, the exponent of the expert's probabilities if it is not fitted; 0 is TPL alone",
+        minimum=0,
+        group="expert",
     )
     expert_weighting: str = option(
         "fitted",
-        "how much bank and expert count: by images held out, where there are any; or fixed",
+        "the exponents a and w: fitted on held-out images, where there are any; or fixed",
         ("fitted", "fixed"),
         group="expert",
     )
     passes: str = option(
         "all",
-        "tasks asked for an image: all, a number (0: the expert alone), or auto: until `passes_mass` is reached",
+        "task models run per image: all, a number (0: the expert alone), or auto: until `passes_mass` is reached",
         group="test time",
     )
     passes_mass: float = option(
-        0.8, "auto: the share of the expert's probability that the tasks asked must hold", above=0, group="test time"
+        0.8, "auto: the share of the expert's probability that the queried tasks must have", above=0, group="test time"
     )
 
     def __post_init__(self) -> None:
@@ -72,26 +76,28 @@ class PlusConfig(RidgeConfig, TPLConfig):
         if self.passes != ALL and self.calibration == "probability":
             raise TplError("calibration=probability compares all tasks' answers: it needs passes=all.")
         if self.tta != "none":
-            raise TplError(f"tpl-plus has no test-time augmentation: tta={self.tta} is for tpl alone.")
+            raise TplError(
+                f"tpl-plus has no test-time augmentation: use tta=none, or the method tpl for tta={self.tta}."
+            )
 
 
 class Balance:
     """The exponents a and w of bank and expert with the largest likelihood on held-out images.
 
-    A task's model has memorised its training images, and with few images or epochs the bank is as sure of a wrong
-    answer as of a right one. Of the held-out images only their likelihood at every a and w of a grid is stored, summed
-    over tasks, each of which adds its own images when it is learned. A few images say little, so there is a prior.
+    Training images cannot be used, since the task models have memorised them; with few images or epochs, the bank is
+    also overconfident. Of the held-out images only their likelihood at every a and w of a grid is stored, summed over
+    tasks; each task adds its own images when it is learned. With few images the prior decides.
     """
 
     bank_grid = tuple(2.0**e for e in range(-6, 1))
     expert_grid = tuple(2.0 ** (e / 2) for e in range(-4, 5))
     # The expert's temperature is fitted already, the bank's is not. Chosen on held-out digits, 10 and 30 a class.
     usual = 1 / 8, 1.0
-    prior = 1.0  # nats that half or twice the usual costs; it grows with the square of the logarithm
+    prior = 1.0  # nats that half or twice the usual value costs; the penalty is quadratic in log2
 
     def __init__(self, likelihoods: Tensor | None = None, images: int = 0) -> None:
-        nothing = torch.zeros(len(self.bank_grid), len(self.expert_grid), dtype=torch.float64)
-        self.likelihoods = nothing if likelihoods is None else likelihoods.cpu()  # logarithms
+        zeros = torch.zeros(len(self.bank_grid), len(self.expert_grid), dtype=torch.float64)
+        self.likelihoods = zeros if likelihoods is None else likelihoods.cpu()  # logarithms
         self.images = images
         self.exponents = self._most_likely()  # a and w
 
@@ -122,12 +128,12 @@ class Balance:
 
 @register
 class TPLPlus(TPL):
-    """TPL's bank with a global expert as prior."""
+    """TPL's bank of task models times a global expert."""
 
     name = "tpl-plus"
-    summary = "TPL times a global ridge classifier over all classes, which also picks the tasks to ask"
+    summary = "TPL times a global ridge classifier over all classes, which also selects the task models to run"
     keeps = "what tpl and ranpac keep"
-    cost = "as tpl, and one forward pass an image, once; a pass a task asked and answer, and one more"
+    cost = "training: as tpl, plus one forward pass per image; prediction: one pass per queried task, plus one"
     config_class = PlusConfig
     from_scratch = False  # the expert needs a pre-trained encoder
     config: PlusConfig
@@ -140,20 +146,20 @@ class TPLPlus(TPL):
         self.view_: TaskModel | None = None  # the first task's model, once it is removed from the bank
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Conclude TPL's task, and add it to the expert."""
+        """Finish the task as TPL does, then train the expert on it."""
         super().conclude(task, samples)
-        seen, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
+        inputs, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
-            self.expert = RandomRidge.drawn_for(seen, self.config, self.generator("projection"))
-        if len(self.memory):  # it has all classes, and suits the choice of the ridge better than the new ones alone
+            self.expert = RandomRidge.drawn_for(inputs, self.config, self.generator("projection"))
+        if len(self.memory):  # it covers all classes: better data to choose the ridge on than the new task alone
             self.expert.learn_whole(
-                seen, numbers, self._normalised(self._memory_features()), self.memory.labels.to(self.compute.device)
+                inputs, numbers, self._normalised(self._memory_features()), self.memory.labels.to(self.compute.device)
             )
         else:
-            self.expert.learn(seen, numbers, self.generator("held out"))
+            self.expert.learn(inputs, numbers, self.generator("held out"))
 
     def hold_out(self, held: Samples) -> None:
-        """Calibrate TPL, and fit the exponents of bank and expert."""
+        """Also fit the exponents of bank and expert."""
         super().hold_out(held)
         self._fit_exponents(
             held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
@@ -173,13 +179,13 @@ class TPLPlus(TPL):
         return self.balance_.exponents if fitted else (1.0, self.config.expert_weight)
 
     def weighting(self) -> dict[str, Any]:
-        """The exponents, and the number of held-out images that they were fitted on; 0: they are options."""
+        """The exponents, and the number of held-out images they were fitted on; 0: set by options."""
         a, w = self.exponents
         fitted = self.balance_.images if self.config.expert_weighting == "fitted" else 0
         return {"bank": round(a, 4), "expert": round(w, 4), "fitted_on": fitted}
 
     def _memory_features(self) -> Tensor:
-        """The `common_features` of the memory's images; those under the first task's model are stored already."""
+        """`common_features` of the memory's images, reusing the stored features under the first task's model."""
         pixels = self.memory.pixels(self.preprocess, self.compute.device)
         if not self._through_first_task:
             return self.common_features(pixels)
@@ -189,16 +195,16 @@ class TPLPlus(TPL):
 
     @property
     def models(self) -> list[TaskModel]:
-        """The task models; and the first one, for the expert, if it is removed from the bank."""
+        """The task models, and the first task's model if only the expert still uses it."""
         return [*self.bank.tasks, *([] if self.view_ is None else [self.view_])]
 
     @property
-    def asks_encoder(self) -> bool:
+    def needs_encoder_features(self) -> bool:
         """Always True: the expert needs the encoder's own features."""
         return True
 
     def common_features(self, pixels: Tensor) -> Tensor:
-        """The expert's input, which no task changes: encoder features, and with `sees=first` the first task's."""
+        """The expert's input: encoder features, with `expert_views=first` also those under the first task's model."""
         plain = self.encoder_features(pixels)
         return plain if self.config.expert_views == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
 
@@ -225,7 +231,7 @@ class TPLPlus(TPL):
         return Outputs(features, self.bank.logits(features, 0))
 
     def _outputs_beside(self, common: Tensor, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
-        """Every task's outputs; what is `known`, or part of the expert's features, is not computed again."""
+        """Every task's outputs; `known` ones, and the first task's if part of `common`, are not computed again."""
         if not known and self._through_first_task:
             known = [self._first_task(common)]
         return self.outputs(pixels, known)
@@ -236,115 +242,117 @@ class TPLPlus(TPL):
         return self.expert.log_probabilities(self._normalised(common))
 
     def _normalised(self, common: Tensor) -> Tensor:
-        """Features of both kinds, each of length 1, so that neither outweighs the other."""
+        """Encoder and first-task features, each scaled to length 1, so that neither dominates."""
         return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
-    def forward(self, pixels: Tensor, want: Collection[str] = (), before: Seen | None = None) -> Seen:
+    def forward(self, pixels: Tensor, want: Collection[str] = (), before: ForwardPass | None = None) -> ForwardPass:
         """The expert's features, then the outputs of the tasks that it selects for each image.
 
-        With KEEP every task is queried with every image: at a later stage the expert may select other tasks. The same
-        holds for unknown scores of a model of an early version, which did not store `held_common`.
+        With KEEP every task is queried with every image, since the expert may select other tasks at a later stage. So
+        it is for unknown scores of a model from an early version, which did not store `held_common`.
         """
         common = self._common(pixels, before)
         assert common is not None
         if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
-            return Seen(self._outputs_beside(common, pixels, self._still_true(before)), common, by=self)
-        asked = self.tasks_to_query(self.expert_log_probabilities(common))
-        rows_of = [torch.nonzero(column).squeeze(1) for column in asked.T.cpu()]
+            return ForwardPass(self._outputs_beside(common, pixels, self._reusable(before)), common, by=self)
+        queried = self.tasks_to_query(self.expert_log_probabilities(common))
+        rows_of = [torch.nonzero(column).squeeze(1) for column in queried.T.cpu()]
         outputs: list[Outputs] = []
         if self._through_first_task and self.bank.tasks:
             outputs = [self._first_task(common[rows_of[0].to(common.device)])]
         queries = [Query(t, rows_of[t]) for t in range(len(outputs), len(rows_of))]
-        return Seen(outputs + self.query(pixels, queries), common, asked, by=self)
+        return ForwardPass(outputs + self.query(pixels, queries), common, queried, by=self)
 
-    def decide(self, seen: Sequence[Seen], want: Collection[str] = (), scores: Tensor | None = None) -> Answers:
+    def decide(
+        self, passes: Sequence[ForwardPass], want: Collection[str] = (), scores: Tensor | None = None
+    ) -> Answers:
         """The bank's prediction times the expert's; tasks that are not selected for an image do not count."""
-        all_ = Seen.joined(seen)
-        assert all_.common is not None
-        says = self.expert_log_probabilities(all_.common)
-        asked = self.tasks_to_query(says) if all_.asked is None else all_.asked
-        scores = _dense(all_, self._scores_of(all_)) if scores is None else scores
-        log_p = self._fused(all_, asked, scores, says)
+        joined = ForwardPass.joined(passes)
+        assert joined.common is not None
+        expert = self.expert_log_probabilities(joined.common)
+        queried = self.tasks_to_query(expert) if joined.queried is None else joined.queried
+        scores = _dense(joined, self._scores_of(joined)) if scores is None else scores
+        log_p = self._fused(joined, queried, scores, expert)
         unknown = None
         if UNKNOWN in want:
-            known = _dense(all_, [self.in_distribution_score(t, each) for t, each in enumerate(all_.outputs)])
-            known = known.masked_fill(~asked, -torch.inf) if self._knows_queried_tasks else known
+            known = _dense(joined, [self.in_distribution_score(t, each) for t, each in enumerate(joined.outputs)])
+            known = known.masked_fill(~queried, -torch.inf) if self._knows_queried_tasks else known
             unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
-        return Answers(log_p, scores, unknown, asked.sum(dim=1))
+        return Answers(log_p, scores, unknown, queried.sum(dim=1))
 
-    def _scores_of(self, seen: Seen) -> list[Tensor]:
+    def _scores_of(self, run: ForwardPass) -> list[Tensor]:
         """Every task's scores of the images it was queried with."""
-        contrast = self.contrast(seen.common)
-        if seen.asked is None or contrast is None:
-            return [self.score_of(t, each, contrast) for t, each in enumerate(seen.outputs)]
-        return [self.score_of(t, each, contrast[seen.asked[:, t]]) for t, each in enumerate(seen.outputs)]
+        contrast = self.contrast(run.common)
+        if run.queried is None or contrast is None:
+            return [self.score_of(t, each, contrast) for t, each in enumerate(run.outputs)]
+        return [self.score_of(t, each, contrast[run.queried[:, t]]) for t, each in enumerate(run.outputs)]
 
-    def _fused(self, seen: Seen, asked: Tensor, scores: Tensor, says: Tensor) -> Tensor:
+    def _fused(self, run: ForwardPass, queried: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
         """log P(class | image) of bank and expert; classes of tasks that were not queried cannot win."""
         a, w = self.exponents
         if self.config.passes == NOBODY:
-            return says
+            return expert
         if self.config.passes == ALL:
-            bank = self.log_probabilities_of(seen.outputs, scores, seen.common)
-            return (a * bank + w * says).log_softmax(dim=1)
+            bank = self.log_probabilities_of(run.outputs, scores, run.common)
+            return (a * bank + w * expert).log_softmax(dim=1)
         owner = task_of_class(self.task_classes_).to(scores.device)
-        if seen.asked is None:
-            within = within_tasks(seen.outputs)
+        if run.queried is None:
+            within = within_tasks(run.outputs)
         else:
-            within = torch.zeros_like(says)
-            for t, each in enumerate(seen.outputs):
-                within[asked[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
-        bank = a * (within + self.task_log_probabilities(scores.masked_fill(~asked, -torch.inf))[:, owner])
-        return (bank.masked_fill(~asked[:, owner], NEVER) + w * says).log_softmax(dim=1)
+            within = torch.zeros_like(expert)
+            for t, each in enumerate(run.outputs):
+                within[queried[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
+        bank = a * (within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner])
+        return (bank.masked_fill(~queried[:, owner], NEVER) + w * expert).log_softmax(dim=1)
 
-    def tasks_to_query(self, says: Tensor) -> Tensor:
+    def tasks_to_query(self, expert: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
         The first task is always included where its features are part of the expert's.
         """
-        owner = task_of_class(self.task_classes_).to(says.device)
+        owner = task_of_class(self.task_classes_).to(expert.device)
         count = len(self.task_classes_)
-        share = torch.zeros(says.shape[0], count, dtype=torch.float64, device=says.device)
-        share.index_add_(1, owner, says.exp())
+        share = torch.zeros(expert.shape[0], count, dtype=torch.float64, device=expert.device)
+        share.index_add_(1, owner, expert.exp())
         if self.config.passes in (ALL, NOBODY):
             return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
         ranked, order = share.sort(dim=1, descending=True)
         if self.config.passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
         else:
-            wanted = torch.arange(count, device=says.device).expand_as(ranked) < int(self.config.passes)
-        asked = torch.zeros_like(wanted).scatter(1, order, wanted)
-        asked[:, 0] |= self._through_first_task
-        return asked
+            wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(self.config.passes)
+        queried = torch.zeros_like(wanted).scatter(1, order, wanted)
+        queried[:, 0] |= self._through_first_task
+        return queried
 
-    # Unknown images are detected by the tasks that are queried
+    # Unknown scores, from the queried tasks alone
 
     def held_common(self, pixels: Tensor) -> Tensor:
-        """The expert's features of held-out images: they decide which tasks are queried with them, now and later."""
+        """The expert's input for held-out images: it decides which tasks are queried with them, now and later."""
         return self.common_features(pixels)
 
     @property
     def _knows_queried_tasks(self) -> bool:
-        """Whether this is known of all held-out images; early versions did not store their `held_common`."""
+        """Whether every held-out image's queried tasks are known; early versions did not store `held_common`."""
         return self.config.passes == ALL or all(h.common is not None for h in self.held_ if len(h.labels))
 
     def held_out_scores(self, task: int) -> Tensor:
         """Sorted in-distribution scores, with -inf for images that their own task would not be queried with.
 
-        Held-out images are so treated like new ones, and a threshold rejects the same share of known images as when
+        Held-out images are thus treated like new ones, and a threshold rejects the same share of known images as when
         every task is queried.
         """
         held = self.held_[task]
         known = self.in_distribution_score(task, Outputs(held.features, self.bank.logits(held.features, task)))
         if self.config.passes != ALL and self._knows_queried_tasks and held.common is not None:
-            asked = self.tasks_to_query(self.expert_log_probabilities(held.common))[:, task]
-            known = known.masked_fill(~asked, -torch.inf)
+            queried = self.tasks_to_query(self.expert_log_probabilities(held.common))[:, task]
+            known = known.masked_fill(~queried, -torch.inf)
         return known.sort().values
 
     # Changes and storage
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """Update TPL, and add the images to the expert's sums."""
+        """Also add the images to the expert's sums, and the held-out ones to the fit of the exponents."""
         super().update_classes(task, samples, held)
         assert self.expert is not None
         self.expert.update(self._normalised(self.common_features(samples.pixels)), self.numbers_of(task, samples))
@@ -360,7 +368,7 @@ class TPLPlus(TPL):
         super().remove_class(task, own, number)
 
     def shared_state(self) -> dict[str, Tensor]:
-        """The calibration, and the expert's sums."""
+        """Also the expert's sums, the likelihoods behind the exponents, and the first task's model if kept for it."""
         expert = {} if self.expert is None else self.expert.state()
         if self.balance_.images:
             expert |= {BALANCE + k: v for k, v in self.balance_.state().items()}
@@ -378,11 +386,11 @@ class TPLPlus(TPL):
         self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None
 
 
-def _dense(seen: Seen, columns: Sequence[Tensor]) -> Tensor:
+def _dense(run: ForwardPass, columns: Sequence[Tensor]) -> Tensor:
     """A value of every task for every image, `[n, tasks]`; -inf where the task was not queried."""
-    if seen.asked is None:
+    if run.queried is None:
         return torch.stack(list(columns), dim=1)
-    dense = torch.full_like(seen.asked, -torch.inf, dtype=torch.float64)
+    dense = torch.full_like(run.queried, -torch.inf, dtype=torch.float64)
     for t, column in enumerate(columns):
-        dense[seen.asked[:, t], t] = column
+        dense[run.queried[:, t], t] = column
     return dense

@@ -21,7 +21,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.methods.bank import BankMethod, MemoryConfig, Outputs
-from tpl.methods.bank.heads import Heads, TaskCentres, alike, epoch_of, fit_heads, head_with_others, joined
+from tpl.methods.bank.heads import Heads, TaskCentres, epoch_of, fit_heads, head_with_others, train_heads
 from tpl.methods.base import register
 from tpl.nets import Encoder
 from tpl.store import under_prefix
@@ -52,7 +52,7 @@ class ROW(BankMethod):
     summary = "task models under HAT masks; a head for classes and one for tasks, trained on replay, times MD"
     paper = "Kim et al., Learnability and Algorithm for Continual Learning, ICML 2023"
     keeps = "a class-balanced memory; a task's mask, norms, three heads, means and covariance"
-    cost = "as tpl, then two heads a task on frozen features; a pass a task and answer"
+    cost = "training: as tpl, then two heads per task on frozen features; prediction: one pass per task"
     splits = True
     config_class = ROWConfig
     from_scratch = True
@@ -72,7 +72,7 @@ class ROW(BankMethod):
         head = head_with_others(self.bank.tasks[newest], self.generator("others", newest))
         self.class_heads_.append(self._tuned(head, outputs.features, samples.labels) if newest else head)
         self.task_heads_.append(head)
-        if newest:
+        if newest and self.config.task_head_epochs:
             self._train_task_heads(newest, outputs.features, samples)
         self.remember(task)
 
@@ -92,26 +92,19 @@ class ROW(BankMethod):
         own_labels = torch.cat([own_labels, samples.labels[chosen.to(samples.labels.device)]])
         owner = torch.cat([owner, torch.full((len(chosen),), newest, device=owner.device)])
         remembered = self.memory.pixels(self.preprocess, self.compute.device)
-        for group in alike(self.task_heads_):
-            data, truth = [], []
-            for t in group:
-                if t < newest:
-                    parts = [self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]
-                else:
-                    parts = [self.bank.outputs(remembered, t).features, features[chosen.to(features.device)]]
-                data.append(torch.cat(parts))
-                truth.append(torch.where(owner == t, own_labels, self.bank.tasks[t].own))
-            rows = [
-                torch.cat([self._paired(owner == t, generator) for t in group], dim=1)
-                for _ in range(config.task_head_epochs)
-            ]
-            if rows:
-                start = joined([self.task_heads_[t] for t in group])
-                trained = fit_heads(
-                    start, torch.stack(data), torch.stack(truth), torch.cat(rows), config.lr, config.momentum
-                )
-                for t, head in zip(group, trained.apart(), strict=True):
-                    self.task_heads_[t] = head
+
+        def data(t: int) -> tuple[Tensor, Tensor]:
+            if t < newest:
+                parts = [self.memory_outputs_[t].features, self.bank.outputs(fresh, t).features]
+            else:
+                parts = [self.bank.outputs(remembered, t).features, features[chosen.to(features.device)]]
+            return torch.cat(parts), torch.where(owner == t, own_labels, self.bank.tasks[t].own)
+
+        def rows(group: list[int]) -> Tensor:
+            epochs = range(config.task_head_epochs)
+            return torch.cat([torch.cat([self._paired(owner == t, generator) for t in group], dim=1) for _ in epochs])
+
+        self.task_heads_ = train_heads(self.task_heads_, data, rows, config.lr, config.momentum)
 
     def _as_many_as_stored(self, samples: Samples, generator: torch.Generator) -> Tensor:
         """Random rows of the new task: of each class at most as many as the memory has of an old one."""
@@ -144,8 +137,8 @@ class ROW(BankMethod):
         if len(outputs) == 1:  # no other task to compare with
             return self.closeness(outputs)
         confidences = [
-            head.own_probabilities(seen.features, task.own, self.config.temperature).amax(dim=1)
-            for head, seen, task in zip(self.task_heads_, outputs, self.bank.tasks, strict=True)
+            head.own_probabilities(each.features, task.own, self.config.temperature).amax(dim=1)
+            for head, each, task in zip(self.task_heads_, outputs, self.bank.tasks, strict=True)
         ]
         return torch.stack(confidences, dim=1) * self.closeness(outputs)
 
@@ -155,8 +148,8 @@ class ROW(BankMethod):
         """Class probabilities within the task, times the task's score, normalised."""
         scores = self.task_scores(outputs) if scores is None else scores
         parts = []
-        for t, (head, seen) in enumerate(zip(self.class_heads_, outputs, strict=True)):
-            logits = head.logits(seen.features.unsqueeze(0))[0, :, : self.bank.tasks[t].own]
+        for t, (head, each) in enumerate(zip(self.class_heads_, outputs, strict=True)):
+            logits = head.logits(each.features.unsqueeze(0))[0, :, : self.bank.tasks[t].own]
             within = (logits / self.config.temperature).log_softmax(dim=1)
             parts.append(within + scores[:, t : t + 1].clamp_min(1e-300).log())
         return torch.cat(parts, dim=1).log_softmax(dim=1)

@@ -27,7 +27,7 @@ from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.base import Method, register
 from tpl.nets import Encoder
-from tpl.scores.statistics import ClassStatistics
+from tpl.scores.distances import ClassStatistics
 from tpl.store import State
 from tpl.stream import Task
 

@@ -4,8 +4,8 @@ Training: every task is learned under HAT masks with one more class, `others`, f
 (Eq. 2). Inference: each task's model scores an image by a likelihood ratio composed with its maximum
 logit; the scores become P(task | image), and times the within-task probability P(class | image) (Eq. 3).
 
-With `memory_kind=features` or `none` no image is stored: tasks are trained on their own classes alone, and the tasks'
-evidence is weighed by what stands in for the memory (`tpl.methods.bank.imageless`).
+With `memory_kind=features` or `none` no image is stored: tasks are trained on their own classes alone, and stored
+statistics replace the memory at inference (`tpl.methods.bank.imageless`).
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ class TPL(BankMethod):
     """Likelihood-ratio task prediction over a bank of task models."""
 
     name = "tpl"
-    summary = "task models under HAT masks, told apart by a likelihood ratio (the paper's method)"
+    summary = "task models under HAT masks; the task is predicted by a likelihood ratio (the paper's method)"
     paper = "Lin et al., Class Incremental Learning via Likelihood Ratio Based Task Prediction, ICLR 2024"
     keeps = "a class-balanced memory (see memory_kind); a task's mask, norms, head, means and covariance"
-    cost = "as many remembered images as new ones: two passes; a pass a task and answer"
+    cost = "training: as many replayed images as new ones, so two passes; prediction: one pass per task"
     splits = True
     config_class = TPLConfig
     from_scratch = True
     config: TPLConfig
-    # What may change on a trained model: the whole score but the covariance, which is fitted on data long gone.
+    # Options that can change on a trained model: all of the score except the covariance, whose data are not stored.
     rescorable: ClassVar[set[str]] = {f.name for f in fields(RatioConfig)} - {"shrinkage"} | {"gamma", "calibration"}
 
     def __init__(self, encoder: Encoder, config: TPLConfig, compute: Compute, seed: int = 0) -> None:
         if config.memory_kind == FEATURES and not encoder.pretrained:
             raise TplError(
-                f"memory_kind=features keeps what a pre-trained encoder sees, and '{encoder.name}' is trained from "
+                f"memory_kind=features stores features of a pre-trained encoder, and '{encoder.name}' is trained from "
                 "scratch: use memory_kind=none or images."
             )
         super().__init__(encoder, config, compute, seed)
@@ -108,36 +108,36 @@ class TPL(BankMethod):
         self.statistics = (
             StoredStatistics(config.memory_kind, config.shrinkage) if config.memory_kind != IMAGES else None
         )
-        self._weights: dict[bool, Tensor] = {}  # of the kinds of evidence, with and without the encoder's own features
+        self._weights: dict[bool, Tensor] = {}  # of the scores, with and without the encoder's own features
         self.scores_: list[LikelihoodRatio] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
-        self._opposed = False  # whether every task meets memory of others
+        self._opposed = False  # whether the memory has images of other tasks for every task
 
     @property
     def memory_budget(self) -> int:
-        """How many images the memory may keep: none, where something else stands in for them."""
+        """Number of images the memory may store; 0 where statistics replace them."""
         return self.config.memory if self.config.memory_kind == IMAGES else 0
 
     @property
     def memory_bytes(self) -> int:
-        """The memory's images; or what stands in for them, with the features of held-out images."""
+        """Size of the memory's images, or of the statistics that replace them and the features of held-out images."""
         if self.statistics is None:
             return super().memory_bytes
         held = sum(part.numel() * part.element_size() for each in self.held_ for part in each.tensors().values())
         return self.statistics.bytes_used + held
 
     @property
-    def asks_encoder(self) -> bool:
-        """Whether an answer needs the encoder's own features."""
+    def needs_encoder_features(self) -> bool:
+        """Whether a prediction needs the encoder's own features."""
         return self.config.memory_kind == FEATURES
 
     @property
     def models(self) -> list[TaskModel]:
-        """The models that images are seen through: those of the tasks first."""
+        """All models that a prediction may run: the task models, in the order of the tasks."""
         return self.bank.tasks
 
     def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
-        """As every replaying bank; or with an output for each replayed class, as the public code."""
+        """The job of `BankMethod`; with `others=per_class`, the head has an output for each replayed class."""
         job = super().training_job(task, samples, callback)
         if job.replay is None or self.config.others == "single":
             return job
@@ -146,7 +146,7 @@ class TPL(BankMethod):
         return dataclasses.replace(job, replay=replay, outputs=job.own + len(self.classes_))
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Keep the task's statistics, then update memory, kNN banks and calibration."""
+        """Fit the task's score, store some of its images, then update kNN banks and calibration."""
         z, logits = self.outputs_of_newest(samples)
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
         self.remember(task)
@@ -156,38 +156,38 @@ class TPL(BankMethod):
         self._use_memory(task_classes, calibrate=True)
 
     def common_features(self, pixels: Tensor) -> Tensor | None:
-        """The encoder's own features, where they stand in for the memory."""
-        return self.encoder_features(pixels) if self.asks_encoder else None
+        """The encoder's own features, if statistics of them replace the memory."""
+        return self.encoder_features(pixels) if self.needs_encoder_features else None
 
     def join_common(self, encoder: Tensor, models: Sequence[Tensor]) -> Tensor | None:
         """`common_features` from the encoder's own features and those under each of `models`."""
-        return encoder if self.asks_encoder else None
+        return encoder if self.needs_encoder_features else None
 
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """S_TPL of every task before calibration, `[n, tasks]`."""
         contrast = self.contrast(common)
-        return torch.stack([self.score_of(t, seen, contrast) for t, seen in enumerate(outputs)], dim=1)
+        return torch.stack([self.score_of(t, each, contrast) for t, each in enumerate(outputs)], dim=1)
 
-    def score_of(self, task: int, seen: Outputs, contrast: Tensor | None) -> Tensor:
-        """S_TPL of one task; `contrast` is what the encoder's own features say of the same images, if anything."""
+    def score_of(self, task: int, outputs: Outputs, contrast: Tensor | None) -> Tensor:
+        """S_TPL of one task; `contrast` are the scores of `contrast` for the same images, if there are any."""
         score = self.scores_[task]
         if not self._weights:
-            plain = score.score_features(*seen)
+            plain = score.score_features(*outputs)
             return plain if contrast is None else plain + contrast[:, task]
-        evidence = score.evidence(*seen)
+        evidence = score.evidence(*outputs)
         if contrast is not None:
             evidence = torch.cat([evidence, contrast[:, task : task + 1]], dim=1)
         return evidence @ self._weights[contrast is not None]
 
     def contrast(self, common: Tensor | None) -> Tensor | None:
-        """How much nearer each task's classes are than others' in the encoder's own space, `[n, tasks]`."""
+        """How much closer an image is to a task's classes than to others', in encoder features, `[n, tasks]`."""
         left_out = self.config.out_of_task == "constant" or self.config.in_task == "none"
         if self.statistics is None or self.statistics.space is None or common is None or left_out:
             return None
         return self.statistics.contrast(common, self.task_classes_)
 
     def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
-        """The part of S_TPL that rests on the task's features alone: MD."""
+        """S_MD, the part of S_TPL that depends on the task's own statistics alone."""
         return self.scores_[task].in_distribution_score(*outputs)
 
     def log_probabilities_of(
@@ -211,7 +211,7 @@ class TPL(BankMethod):
         return answer
 
     def rescore(self, **changes: Any) -> None:
-        """Change score, temperature or calibration of the trained model; nothing is trained anew."""
+        """Change score, temperature or calibration of the trained model, without training."""
         fixed = [
             name for name in changes if name not in self.rescorable and changes[name] != getattr(self.config, name)
         ]
@@ -221,26 +221,26 @@ class TPL(BankMethod):
         self.scores_ = [LikelihoodRatio(self.config).load_state(s.state()) for s in self.scores_]
         self._use_memory(self.task_classes_, calibrate=True)
 
-    # More images of known classes, and classes that go
+    # Updating and removing classes
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """Refresh the statistics of the classes' own tasks, and what is derived from the memory.
+        """Update the statistics of the classes' own tasks, the memory, kNN banks and calibration.
 
-        Nothing is trained: adapters, masks, norms and heads keep every bit, and so do other tasks' statistics.
+        Nothing is trained: adapters, masks, norms and heads do not change by a bit, nor do other tasks' statistics.
         """
         self._held_scores = None
         places = [self.place_of(name) for name in task.classes]
         owner, own = (torch.tensor(column, device=samples.labels.device) for column in zip(*places, strict=True))
         numbers = [self.classes_.index(name) for name in task.classes]
-        seen = {n: int(self.scores_[t].counted(c)) for n, (t, c) in zip(numbers, places, strict=True)}
+        counts = {n: int(self.scores_[t].counted(c)) for n, (t, c) in zip(numbers, places, strict=True)}
         for t in sorted({t for t, _ in places}):
-            for part, take in ((samples, self._merge), (held, self._extend_held_out)):
+            for part, add in ((samples, self._merge), (held, self._extend_held_out)):
                 mine = owner[part.labels] == t
                 if bool(mine.any()):
-                    take(t, Samples(part.pixels[mine.to(part.pixels.device)], own[part.labels[mine]]))
+                    add(t, Samples(part.pixels[mine.to(part.pixels.device)], own[part.labels[mine]]))
         labels = task.train.labels
         more = {n: task.train.select(labels == i) for i, n in enumerate(numbers)}
-        self._rearrange_memory(self.memory.redraw(more, seen, self.preprocess))
+        self._rearrange_memory(self.memory.redraw(more, counts, self.preprocess))
         if self.statistics is not None and self.statistics.space is not None and len(samples):
             self.statistics.space.merge(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
         self._use_memory(self.task_classes_, calibrate=True)
@@ -250,10 +250,10 @@ class TPL(BankMethod):
         self.scores_[task].merge(z, logits, samples.labels)
 
     def remove_class(self, task: int, own: int, number: int) -> None:
-        """Drop the class's head row, mean, held-out images and exemplars, and all that was computed from these.
+        """Remove the class's head row, mean, held-out images and exemplars, and everything computed from these.
 
-        What was trained or pooled over several classes stays (adapters, norms, covariance): so do the others' answers,
-        but for what the exemplars said about other tasks. A task without classes goes; its units stay in use.
+        What was trained or pooled over several classes stays (adapters, norms, covariance), so predictions for other
+        classes only change where the exemplars were used. A task without classes is removed; its units stay in use.
         """
         opposed, self._held_scores = self._opposed, None
         if self.config.others == "per_class":
@@ -269,13 +269,13 @@ class TPL(BankMethod):
             self.bank.tasks[task].drop(own)
             self.scores_[task].centres.forget(own)
             self.held_[task] = self.held_[task].without(own)
-            seen = self.memory_outputs_[task]
-            columns = torch.arange(seen.logits.shape[1], device=seen.logits.device) != own
-            self.memory_outputs_[task] = Outputs(seen.features, seen.logits[:, columns])
+            features, logits = self.memory_outputs_[task]
+            columns = torch.arange(logits.shape[1], device=logits.device) != own
+            self.memory_outputs_[task] = Outputs(features, logits[:, columns])
         self._rearrange_memory(self.memory.remove(number))
         if self.statistics is not None and self.statistics.space is not None:
             self.statistics.space.forget(number)
-        # The calibration stays, as the other answers should, unless what it was fitted with is no more.
+        # The calibration is only fitted again if the kNN term is dropped or added: other predictions should not change.
         self._use_memory(self.task_classes_, calibrate=False)
         if self._opposed != opposed:
             self._use_memory(self.task_classes_, calibrate=True)
@@ -285,7 +285,7 @@ class TPL(BankMethod):
     def _keep_statistics(
         self, statistics: StoredStatistics, samples: Samples, newest: Outputs, task_classes: list[tuple[str, ...]]
     ) -> None:
-        """Note what is kept of a new task's images, and what the old tasks' models say of some of them."""
+        """Add a new task's images to the statistics: encoder features, and all tasks' scores for some of them."""
         if statistics.space is not None:
             encoded = self.encoder_features(samples.pixels)
             statistics.space.learn(encoded, samples.labels)
@@ -293,16 +293,16 @@ class TPL(BankMethod):
             return
         rows = some_rows(len(samples)).to(self.compute.device)
         pixels = samples.pixels[rows.to(samples.pixels.device)]
-        seen = [self.outputs_of(t, pixels) for t in range(len(task_classes) - 1)]
-        seen.append(Outputs(*(column[rows] for column in newest)))
-        evidence = torch.stack([s.evidence(*o) for s, o in zip(self.scores_, seen, strict=True)], dim=1)
+        outputs = [self.outputs_of(t, pixels) for t in range(len(task_classes) - 1)]
+        outputs.append(Outputs(*(column[rows] for column in newest)))
+        evidence = torch.stack([s.evidence(*o) for s, o in zip(self.scores_, outputs, strict=True)], dim=1)
         if statistics.space is not None:
             contrast = statistics.contrast(encoded[rows], task_classes)
             evidence = torch.cat([evidence, contrast.unsqueeze(2)], dim=2)
         statistics.weigh(evidence)
 
     def _use_memory(self, task_classes: list[tuple[str, ...]], calibrate: bool) -> None:
-        """Give every score the others' memory, and calibrate on it: both change with every task."""
+        """Update every score's kNN banks from the memory, and fit the calibration on it if `calibrate`."""
         owner = task_of_class(task_classes).to(self.compute.device)
         labels = self.memory.labels.to(self.compute.device)
         tasks = owner[labels]
@@ -321,13 +321,13 @@ class TPL(BankMethod):
             return calibrate_scores(scores, tasks, equal_shares(labels))
         if self.config.calibration == "shift":
             return calibrate_shifts(scores, tasks, self.config.gamma, equal_shares(labels))
-        within = torch.cat([seen.logits.double().softmax(dim=1) for seen in self.memory_outputs_], dim=1)
+        within = torch.cat([each.logits.double().softmax(dim=1) for each in self.memory_outputs_], dim=1)
         return calibrate_probabilities(
             within, scores, owner, labels, self.generator("calibration", len(self.bank.tasks))
         )
 
     def shared_state(self) -> dict[str, Tensor]:
-        """The calibration, and what stands in for the memory."""
+        """The calibration, and the statistics that replace the memory, if any."""
         calibration = {} if self.calibration_ is None else {"calibration": self.calibration_}
         return calibration | ({} if self.statistics is None else self.statistics.state())
 
@@ -336,7 +336,7 @@ class TPL(BankMethod):
         return {f"score.{k}": v for k, v in self.scores_[task].state().items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Rebuild scores and calibration; nothing is computed through the encoder."""
+        """Restore scores and calibration, without running the encoder."""
         self.scores_ = [LikelihoodRatio(self.config).load_state(under_prefix("score.", own)) for own in tasks]
         self.calibration_ = shared.get("calibration")
         if self.statistics is not None:

@@ -1,6 +1,6 @@
-"""TPL over feature vectors: its options, its memory of vectors, and how a trained model is pickled.
+"""TPL over feature vectors: options, a memory of vectors, and pickling of a trained model.
 
-Not registered as a method: those learn streams of image sets. `tpl.estimator` is its public face.
+It is not a registered method, since those learn from images; `tpl.estimator` is its public interface.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tpl.stream.vectors import LIMIT, VectorSet, standardisation
 
 Array = NDArray[Any]
 
-FOR_IMAGES = ("augment", "rotation_classes", "tta")  # options that make no sense of a vector
+FOR_IMAGES = ("augment", "rotation_classes", "tta")  # options that do not apply to vectors
 VERSION = 2  # of what is pickled
 
 
 @dataclass(frozen=True)
 class VectorConfig(TPLConfig):
-    """TPL's options, and what the network over vectors has beyond them."""
+    """TPL's options, and those of the network over vectors."""
 
-    width: int = option(32, "frozen random units beside the vectors", minimum=0, group="encoder")
+    width: int = option(32, "number of frozen random features added to the vectors", minimum=0, group="encoder")
     depth: int = option(1, "adapters in a row", minimum=1, group="encoder")
     standardise: str = option(
         "features", "by the first task's statistics", ("features", "global", "none"), group="encoder"
     )
     held_out: float = option(
-        0.1, "share of every class kept out of training, for what is unknown", minimum=0, group="training"
+        0.1, "share of every class held out of training, for unknown scores", minimum=0, group="training"
     )
 
     def __post_init__(self) -> None:
@@ -56,24 +56,24 @@ class VectorConfig(TPLConfig):
             raise TplError(f"held_out must be below 1; got {self.held_out}.")
         for name in FOR_IMAGES:
             if getattr(self, name) != getattr(TPLConfig, name):
-                raise TplError(f"{name}={getattr(self, name)} is for images; vectors are taken as they are.")
+                raise TplError(f"{name}={getattr(self, name)} is for images; vectors are not augmented.")
 
 
 class Exemplar(NamedTuple):
-    """A vector in the memory, and the random key that chose it."""
+    """A vector in the memory, and the random key it was selected by."""
 
     key: float
-    vector: Tensor  # [features], as the network takes it, on the CPU
+    vector: Tensor  # [features], standardised, on the CPU
 
 
 class VectorMemory(Memory):
     """A few vectors of every class, within a budget.
 
-    Every sample ever seen draws a random key, and a class keeps those with the smallest: a nested, uniform choice among
-    all its samples, whichever call brought them.
+    Every sample draws a random key, and a class keeps the samples with the smallest keys: a nested, uniform selection
+    among all its samples, whichever call they came in.
     """
 
-    seen = 0  # samples offered before a `redraw`: its random numbers depend on it
+    seen = 0  # samples learned before a `redraw`, part of its seed
 
     @property
     def bytes_used(self) -> int:
@@ -88,15 +88,15 @@ class VectorMemory(Memory):
         device: torch.device | str | None = None,
         features: Tensor | None = None,
     ) -> Tensor:
-        """Take up a new task's classes and shrink the old ones; returns which rows of the old memory stayed."""
+        """Add a new task's classes and shrink the old ones; returns which rows of the old memory stayed."""
         first = len(self.exemplars)
         self.exemplars += [[] for _ in range(classes)]
         offers = {first + c: images.select(images.labels == c) for c in range(classes)}
         origin = self._offer(offers, preprocess, lambda c: seeded(self.seed, c, "memory"))
         return origin[origin >= 0]
 
-    def redraw(self, images: dict[int, ImageSet], seen: dict[int, int], preprocess: Preprocess) -> Tensor:
-        """Let more vectors of known classes compete; returns the row that each one was in before, -1 if it is new."""
+    def redraw(self, images: dict[int, ImageSet], counts: dict[int, int], preprocess: Preprocess) -> Tensor:
+        """Select again among stored and new vectors; returns each stored vector's row before, -1 if it is new."""
         return self._offer(images, preprocess, lambda c: seeded(self.seed, self.seen, f"memory again {c}"))
 
     def _offer(
@@ -116,14 +116,14 @@ class VectorMemory(Memory):
         return torch.tensor([row for own in rows for row in own], dtype=torch.long)
 
     def pixels(self, preprocess: Preprocess, device: torch.device | str | None = None) -> Tensor:
-        """All vectors as the network takes them, `[n, features]`, class by class."""
+        """All vectors, standardised, `[n, features]`, class by class."""
         if self._prepared is None:
             vectors = [exemplar.vector for class_ in self.exemplars for exemplar in class_]
             self._prepared = torch.stack(vectors) if vectors else torch.zeros(0, preprocess.width)
         return super().pixels(preprocess, device)
 
     def state(self) -> dict[str, Tensor]:
-        """Keys and vectors in a row, and the count per class."""
+        """All keys, all vectors, and the count per class."""
         flat = [exemplar for class_ in self.exemplars for exemplar in class_]
         return {
             "keys": torch.tensor([exemplar.key for exemplar in flat], dtype=torch.float64),
@@ -132,24 +132,24 @@ class VectorMemory(Memory):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         sizes = state["counts"].tolist()
         columns = zip(state["keys"].split(sizes), state["vectors"].cpu().split(sizes), strict=True)
         self.restore([[Exemplar(*e) for e in zip(keys.tolist(), rows.unbind(), strict=True)] for keys, rows in columns])
 
 
 class VectorTPL(TPL):
-    """Learns tasks of vectors one by one and tells all their classes apart."""
+    """TPL for vectors instead of images."""
 
     config_class = VectorConfig
     config: VectorConfig
     encoder: VectorEncoder
     memory: VectorMemory
-    device = "cpu"  # as the user named it
+    device = "cpu"  # as the user wrote it
 
     @classmethod
     def new(cls, first: Array, config: VectorConfig, device: str, seed: int) -> Self:
-        """A method that knows nothing; `first` are vectors to standardise by."""
+        """An untrained method; `first` are the vectors that standardise all inputs."""
         units = random_units(first.shape[1], config.width, seeded(seed, 0, "encoder"))
         encoder = VectorEncoder(*units, config.depth, standardisation(first, config.standardise))
         method = cls(encoder, config, compute_on(device), seed)
@@ -161,16 +161,16 @@ class VectorTPL(TPL):
         return VectorMemory(self.memory_budget, self.config.memory_policy, self.seed)
 
     def prepared(self, vectors: Array) -> Tensor:
-        """Vectors as the network takes them."""
+        """Standardised vectors on the compute device."""
         return self.preprocess.batch(VectorSet(vectors), device=self.compute.device)
 
     @property
     def samples_seen(self) -> list[int]:
-        """How many samples each task's statistics hold."""
+        """Number of samples in each task's statistics."""
         return [int(score.centres.pooled_) for score in self.scores_]
 
     def conclude(self, task: Task, samples: Samples) -> None:
-        """A single class and nothing to tell it from: its untrained logit, which has no meaning, becomes a constant."""
+        """Finish a task; the logit of a single class without replay, which was not trained, is set to a constant."""
         model = self.bank.tasks[-1]
         if len(model.head_bias) == 1:
             model.head_weight.zero_()
@@ -178,11 +178,11 @@ class VectorTPL(TPL):
         super().conclude(task, samples)
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """Statistics and memory move, no weight does."""
+        """Update statistics and memory; no weight changes."""
         self.memory.seen = sum(self.samples_seen)
         super().update_classes(task, samples, held)
 
-    # Copies and pickles: plain values and tensors, which come back on whatever device there is
+    # Copies and pickles: plain values and tensors, which can be loaded on any device
 
     def __getstate__(self) -> dict[str, Any]:
         state, data = self.state(), self.encoder.data_config
@@ -223,26 +223,26 @@ class VectorTPL(TPL):
         if "version" in state:
             self.memory.load_state(content["memory"])
             self.load_state(learned)
-        else:  # what the tasks' models say of the memory was not stored
+        else:  # the task models' outputs on the memory were not stored
             self.load_state(learned)
             self.memory.load_state(content["memory"])
             self.memory_outputs_ = []
-            self._see_memory(torch.zeros(0, dtype=torch.long))
+            self._update_memory_outputs(torch.zeros(0, dtype=torch.long))
             self._use_memory(self.task_classes_, calibrate=False)
 
 
 def compute_on(device: str) -> Compute:
-    """A device in full precision: the network is too small to gain from less."""
+    """A device, in full precision: the network is too small to gain from half precision."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise TplError(f"Device '{device}' cannot be used here: there is no CUDA GPU, or torch was built without CUDA.")
     return choose_compute(device, "fp32", "off")
 
 
-# Models that were pickled object by object
+# Models of version 1, which were pickled object by object
 
 
 class _Record:
-    """Stands for any object of this package in such a pickle: its attributes, or what it was made of."""
+    """Replaces any object of this package in such a pickle: its attributes, or its constructor's arguments."""
 
     quotas = None  # a memory's method was pickled, too
 

@@ -1,4 +1,4 @@
-"""What sees the images: frozen timm trunks with adapters, a ResNet to train from scratch, HAT masks, weight files."""
+"""Encoders: frozen timm trunks with adapters, a ResNet to train from scratch, and their weight files."""
 
 from tpl.nets.base import Encoder, Trainable, Weights, unstacked
 from tpl.nets.blocks import Adapters, AdapterStack, Part, TransposedTask

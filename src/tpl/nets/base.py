@@ -1,4 +1,4 @@
-"""The contract between networks and methods: what an encoder offers, and the weights that its tasks share."""
+"""Base classes of networks: encoders, and the weights in them that tasks share."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Weights(Protocol):
     """Shared weights, a few tensors in a fixed order, of one network or with a first axis of several."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The tensors, in the order in which an encoder takes them."""
+        """The tensors, in the order of an encoder's arguments."""
 
     def fold(self, masks: Tensor) -> Weights:
         """The weights under a mask over all units, `[units]` or `[networks, units]`."""
 
     def gates(self, used: Tensor) -> Weights:
-        """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
+        """A factor for every weight's update, 1 = free and 0 = frozen, given the units in use."""
 
 
 class Trainable(nn.Module, ABC):
-    """What all tasks of a network share and train: adapters in a frozen trunk, or a whole network's kernels."""
+    """The weights that all tasks share and train: adapters in a frozen trunk, or all kernels of a network."""
 
     @property
     @abstractmethod
@@ -43,28 +43,24 @@ class Trainable(nn.Module, ABC):
     def stack(self, *tensors: Tensor) -> Weights:
         """Weights of this kind from other tensors, such as those of several networks."""
 
-    def gates(self, used: Tensor) -> Weights:
-        """How far each weight may still move, 1 = free and 0 = frozen, given the units in use."""
-        return self.weights.gates(used)
-
 
 class Encoder(nn.Module, ABC):
-    """Turns normalised images into features under one task's weights.
+    """Computes features of normalised images under one task's weights.
 
-    Called as `encoder(images, norms, weights, dtype=..., learning=...)`, it gives features `[n, dim]`, float32
-    (float64 if `dtype` is). `norms` are a task's own, `weights` those of a `Trainable`, perhaps under a mask.
-    `learning` is true inside a training step: batch norms then go by the batch. Else no image's features depend on the
-    rest of the batch.
+    `encoder(images, norms, weights, dtype=..., learning=...)` returns features `[n, dim]`, float32 (float64 if `dtype`
+    is). `norms` are a task's own, `weights` those of a `Trainable`, perhaps under a mask. `learning` is true inside a
+    training step, where batch norms use the statistics of the batch. Otherwise no image's features depend on the rest
+    of the batch.
     """
 
-    # Whether there is a frozen trunk. Without one, all weights are drawn by the method and trained from scratch, and
-    # networks have nothing to share by being trained side by side.
+    # Whether there is a frozen trunk. Without one, all weights are initialised by the method and trained from scratch,
+    # and networks that are trained side by side share no computation.
     pretrained: ClassVar[bool] = True
-    # Whether there are batch norms: then no ignored row may fill a batch up, and a pass at the end of training
+    # Whether there are batch norms: then batches are not padded with ignored rows, and a pass at the end of training
     # re-estimates the statistics that predictions use.
     batch_norms: ClassVar[bool] = False
 
-    exact: ClassVar[bool] = False  # whether answers are computed in double precision: cheap where a network is small
+    exact: ClassVar[bool] = False  # whether predictions are computed in double precision: cheap for a small network
 
     fused = False  # whether `fuse` has compiled something
     name: str
@@ -76,7 +72,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Trainable:
-        """Fresh weights for all tasks to share; `latent` is the width of adapters, where there are any."""
+        """Untrained weights for all tasks to share; `latent` is the width of adapters, where there are any."""
 
     @abstractmethod
     def new_norms(self) -> Tensor:
@@ -90,10 +86,10 @@ class Encoder(nn.Module, ABC):
 
     def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Features of the trunk alone, which no task changes."""
-        raise TplError(f"'{self.name}' is trained from scratch: before that, it has no features of its own.")
+        raise TplError(f"'{self.name}' is trained from scratch: it has no pre-trained features.")
 
     def fuse(self) -> None:
-        """Compile the parts for which it pays."""
+        """Compile the parts that get faster by it."""
 
 
 def unstacked(encoder: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -7,13 +7,13 @@ Attention and MLP are the frozen network's. The layer norms N and the adapters A
     A(y) = y + m_up * (W_up relu(m_down * (W_down y + b_down)) + b_up)
 
 The inner residual is never masked, so an adapter with closed masks is exactly the identity. All adapters of a network
-live in four stacked tensors: one optimiser step, one gate and one file entry serve them all. Masks are not negative, so
+are four stacked tensors: one optimiser step, one gate and one file entry for all. Masks are not negative, so
 one that holds for a whole batch can be multiplied into the weights (`fold`): thousands of numbers instead of the
 millions of activations.
 
 `TimmLayout` runs timm's own modules and is differentiable. `TransposedLayout` only predicts, on a CPU: multiplying by a
-matrix that lies as `[in, out]` is up to five times faster there than by one that lies as `[out, in]`, the way torch
-keeps them, the more so the fewer the rows.
+matrix stored as `[in, out]` is up to five times faster there than by one stored as `[out, in]`, as torch does it; the
+fewer rows, the greater the difference.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class AdapterStack(NamedTuple):
         )
 
     def gates(self, used: Tensor) -> AdapterStack:
-        """How far each weight may still move, 1 = free and 0 = frozen, given the units in use.
+        """A factor for every weight's update, 1 = free and 0 = frozen, given the units in use.
 
         A weight is protected when the unit it feeds *and* the unit it reads are in use; the input of the first layer is
         the residual stream, which is always in use.
@@ -122,7 +122,7 @@ class Adapters(Trainable):
         self.down_bias = nn.Parameter(torch.zeros(count, latent))
         self.up_weight = nn.Parameter(torch.empty(count, dim, latent))
         self.up_bias = nn.Parameter(torch.zeros(count, dim))
-        # The generic ViT initialisation, which is also what the public codes end up with.
+        # The generic ViT initialisation, which the public codes use, too.
         for weight in (self.down_weight, self.up_weight):
             nn.init.trunc_normal_(weight, std=0.02, generator=generator)
 
@@ -183,7 +183,7 @@ def layer_norm(x: Tensor, affine: Tensor, eps: float) -> Tensor:
 
 
 class BlockWeights(NamedTuple):
-    """What a task brings to one block: the norms, adapters and masks of its two branches."""
+    """A task's weights for one block: norms, adapters and masks of its two branches."""
 
     norms: Sequence[Tensor]
     adapters: Sequence[AdapterStack | None] = (None, None)
@@ -218,7 +218,7 @@ class TimmLayout(NamedTuple):
 
 
 def run_timm_block(block: Block, x: Tensor, own: BlockWeights) -> Tensor:
-    """What comes out of a block of timm under a task's weights; `ViTEncoder.fuse` compiles this function."""
+    """Output of a timm block under a task's weights; `ViTEncoder.fuse` compiles this function."""
     return run_block(TimmLayout(block, own), x)
 
 
@@ -260,7 +260,7 @@ class TransposedAdapter(NamedTuple):
         return cls(down, Transposed.of(layer.up_bias, layer.up_weight[:, opened]))
 
     def __call__(self, y: Tensor) -> Tensor:
-        """What the adapter adds to the branch `y`."""
+        """The adapter's output, to be added to the branch `y`."""
         return self.up(self.down(y).relu_())
 
 
@@ -315,7 +315,7 @@ class TransposedBlock:
 class TransposedLayout(NamedTuple):
     """A transposed block on the tokens of `images` images, `[images * tokens, dim]`, of several tasks part after part.
 
-    With `first_only`, what comes out are the first tokens alone: the others serve as keys and values. The input is
+    With `first_only`, the output is the first tokens alone: the others are only keys and values. The input is
     written over, and `buffer` holds the widest results.
     """
 
@@ -352,7 +352,7 @@ class TransposedLayout(NamedTuple):
         return self.block.narrow(self.block.act(self.block.widen(y, self.buffer)))
 
     def add(self, x: Tensor, y: Tensor, branch: int) -> Tensor:
-        """The residual sum, in place, and what each task's adapter adds to its rows; first tokens, if these are all."""
+        """The residual sum, in place, plus each task's adapter output for its rows; `y` may be first tokens only."""
         x = x[:: len(x) // len(y)]
         x += y
         for stream, rows, part in zip(self._split(x), self._split(y), self.parts, strict=True):

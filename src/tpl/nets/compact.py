@@ -1,7 +1,7 @@
 """A small ViT for 32-pixel images whose weights ship inside the package.
 
-It makes everything work offline: a convolutional stem turns 32 x 32 pixels into 16 tokens, and six
-of timm's own transformer blocks look at them. `recipes/pretrain_compact.py` trains it on CIFAR-100;
+It works offline: a convolutional stem turns 32 x 32 pixels into 16 tokens for six of timm's
+transformer blocks. `recipes/pretrain_compact.py` trains it on CIFAR-100;
 `pretrained/compact.json` records how, how well, and the hash of the weights.
 """
 

@@ -5,12 +5,12 @@ inside every block and behind every block's sum:
 
     x_0 = m_0 * relu(N(K_0 x)),    h = m_1 * relu(N(K_1 x)),    x' = m_2 * relu(N(K_2 h) + S(x))
 
-S is the identity, or a norm of a 1 x 1 convolution where the size changes. m_2 closes a channel of the sum whatever
-either side says, so a channel that is closed in a task is zero for all that reads it, the next shortcut included. Every
-norm N is a batch norm of the task's own.
+S is the identity, or a norm of a 1 x 1 convolution where the size changes. m_2 masks the sum, so a channel
+that is closed in a task is zero for all layers that read it, including the next shortcut. Every norm N is a batch norm
+of the task's own.
 
-All kernels lie in one flat tensor: one gate, one step of the optimiser. A kernel's entry is frozen once the unit it
-feeds and the unit it reads are in use by a finished task's mask.
+All kernels are one flat tensor: one gate, one step of the optimiser. A kernel's entry is frozen once the unit it feeds
+and the unit it reads are used by a finished task.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class KernelStack:
             yield self.masks
 
     def fold(self, masks: Tensor) -> KernelStack:
-        """The same kernels beside a mask: it acts behind the norms, so no kernel can take it up."""
+        """The kernels together with a mask: it acts behind the norms, so it cannot be multiplied into the kernels."""
         return replace(self, masks=masks)
 
     def gates(self, used: Tensor) -> KernelStack:
@@ -231,14 +231,14 @@ class ResNetEncoder(Encoder):
         """
         total, count = norms.new_zeros(2, self.layout.channels, dtype=torch.float64), 0
         for images in batches:
-            seen: list[Tensor] = []
+            moments: list[Tensor] = []
 
-            def note(y: Tensor, seen: list[Tensor] = seen) -> None:
+            def note(y: Tensor, moments: list[Tensor] = moments) -> None:
                 y = y.double()
-                seen.append(torch.stack([y.mean(dim=(0, 2, 3)), y.square().mean(dim=(0, 2, 3))]))
+                moments.append(torch.stack([y.mean(dim=(0, 2, 3)), y.square().mean(dim=(0, 2, 3))]))
 
             self(images, norms, weights, dtype=dtype, learning=True, watch=note)
-            total, count = total + torch.cat(seen, dim=1), count + 1
+            total, count = total + torch.cat(moments, dim=1), count + 1
         mean, square = total / count
         return torch.cat([norms[:2], torch.stack([mean, (square - mean.square()).clamp_min(0)]).to(norms.dtype)])
 
@@ -252,7 +252,7 @@ def network(
     learning: bool,
     watch: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """The forward pass: as few passes over the activations as there can be, in one memory format from end to end."""
+    """The forward pass, with as few passes over the activations as possible, in one memory format throughout."""
     flat, *masks = weights
     affine, opened = norms[:2], None
     if masks:
@@ -289,7 +289,7 @@ def network(
 
 
 def channels_come_last(images: Tensor) -> bool:
-    """Whether convolutions are fastest with a pixel's channels side by side: on a GPU, whose matrix units want that."""
+    """Whether convolutions are fastest with a pixel's channels side by side: on a GPU, for its matrix units."""
     return images.is_cuda
 
 

@@ -1,8 +1,8 @@
 """A small masked network over feature vectors.
 
-The vectors themselves, with frozen random units beside them if wanted, take the place of the pre-trained trunk;
-adapters, masks and a task's own norms act on them as inside a ViT. Only the norm differs: a layer norm would leave
-nothing of vectors with one or two entries, and the length of a vector may matter.
+The vectors, optionally with frozen random features added, replace the pre-trained trunk; adapters, masks and a task's
+own norms act on them as inside a ViT. Only the norm differs: a layer norm would lose all information in vectors with
+one or two entries, and the length of a vector may matter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tpl.nets.vit import hash_tensors
 
 
 class VectorEncoder(Encoder):
-    """Turns standardised vectors `[n, features]` into a task's features `[n, dim]`.
+    """Computes a task's features `[n, dim]` of standardised vectors `[n, features]`.
 
-    Frozen random units relu(mix_weight x + mix_bias), if there are any, are put beside the vectors. `depth` adapters
-    follow, each behind a norm with a task's own scale and shift, and a last such norm. In double precision, an answer
-    depends on the rest of its batch by 1e-15 at most, where kernels for other sizes round differently.
+    Frozen random units relu(mix_weight x + mix_bias), if there are any, are appended to the vectors. `depth` adapters
+    follow, each behind a norm with a task's own scale and shift, and a last such norm. In double precision, features
+    depend on the rest of the batch by 1e-15 at most, where kernels for other sizes round differently.
     """
 
     exact: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class VectorEncoder(Encoder):
         self.sha256 = self.fingerprint
 
     def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Adapters:
-        """Fresh adapters; larger weights than inside a ViT, whose own blocks carry most of the signal there."""
+        """Untrained adapters; with larger weights than in a ViT, where the frozen blocks carry most of the signal."""
         adapters = Adapters(self.depth, self.dim, latent, generator)
         nn.init.normal_(adapters.down_weight, std=(2 / self.dim) ** 0.5, generator=generator)
         nn.init.normal_(adapters.up_weight, std=0.5 * latent**-0.5, generator=generator)
@@ -81,7 +81,7 @@ def random_units(features: int, width: int, generator: torch.Generator) -> tuple
 
 
 def soft_norm(x: Tensor, affine: Tensor) -> Tensor:
-    """x * sqrt(2 / (1 + mean x^2)), scaled and shifted: bounds long vectors, and still tells every two apart.
+    """x * sqrt(2 / (1 + mean x^2)), scaled and shifted: bounds long vectors, and no two become equal.
 
     A vector whose mean square is 1, as standardised ones have on average, keeps its length.
     """

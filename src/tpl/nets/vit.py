@@ -39,7 +39,7 @@ SHAPES = 64  # batch sizes, times whether gradients flow, that a process may com
 
 
 class ViTEncoder(Encoder):
-    """A frozen trunk that turns normalised images into features."""
+    """A frozen timm ViT with adapters, norms and masks of a task in its blocks."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class ViTEncoder(Encoder):
         share one pass over the frozen trunk: each serves an equal part of the batch, in order. So do the rows of
         `masks`, `[rows, units]`, which act on the activations; a mask that holds for the whole batch is folded into the
         weights. `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
-        `watch` is called with the output of every block. `learning` makes no difference: a layer norm looks at one
-        token alone.
+        `watch` is called with the output of every block. `learning` makes no difference: layer norms do not
+        depend on the batch.
         """
         return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, watch)
 
@@ -160,7 +160,7 @@ class ViTEncoder(Encoder):
         """Output `[n, tokens, dim]` of the last block.
 
         It computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so few rows
-        were seen to round an image now this way, now that, and features must have the same bits every time.
+        round the same image differently from run to run, and features must have the same bits every time.
         """
         for block, own in zip(self.trunk(x.dtype).blocks, weights, strict=True):
             x = self.run_block(block, x, own)
@@ -169,12 +169,12 @@ class ViTEncoder(Encoder):
         return x
 
     def pooled(self, x: Tensor, norms: Tensor) -> Tensor:
-        """Features, float32, from the last block's output; its class token alone is enough where no other counts."""
+        """Features, float32, from the last block's output; for pooling by class token, that token is enough."""
         vit = self.vit
         rest = list(norms.unbind(-3)[self.adapters_needed :])
         x = x.float()
         if vit.global_pool == "token":
-            x = x[:, :1]  # a norm looks at one token alone: the others need none
+            x = x[:, :1]  # layer norms are per token: the others are not needed
         x = layer_norm(x, rest.pop(0), vit.norm.eps) if isinstance(vit.norm, nn.LayerNorm) else vit.norm(x)
         x = vit.pool(x)
         return layer_norm(x, rest.pop(0), vit.fc_norm.eps) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
@@ -244,7 +244,7 @@ def hash_tensors(state: dict[str, Tensor]) -> str:
 
 
 def _check_supported(vit: VisionTransformer, name: str) -> None:
-    """Adapters need timm's standard pre-norm block; say so before anything is trained."""
+    """Refuse a network without timm's standard pre-norm blocks, which adapters need."""
     for block in vit.blocks:
         standard = isinstance(block, Block) and all(
             isinstance(n, nn.LayerNorm) and n.elementwise_affine for n in (block.norm1, block.norm2)
@@ -252,7 +252,7 @@ def _check_supported(vit: VisionTransformer, name: str) -> None:
         if not standard:
             raise TplError(f"'{name}' has {type(block).__name__} blocks; adapters need timm's pre-norm ViT block.")
     if type(vit).forward_head is not VisionTransformer.forward_head:
-        raise TplError(f"'{name}' has a head of its own kind ({type(vit).__name__}); choose a plain ViT or DeiT.")
+        raise TplError(f"'{name}' has a non-standard head ({type(vit).__name__}); choose a plain ViT or DeiT.")
     if vit.attn_pool is not None:
         raise TplError(f"'{name}' pools by attention, which no task can adapt; choose a ViT with a class token.")
 
@@ -262,7 +262,7 @@ def adapter_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Inputs of all adapters' layers, each image's mean over its tokens: `[n, count, dim]`, `[n, count, latent]`.
 
-    For methods that protect weights by what they act on: the encoder's own pass, for one network without masks.
+    For methods that protect weights by their inputs: a forward pass of one network without masks.
     """
     outer, inner = [], []
 
@@ -282,8 +282,8 @@ def prompted(
 ) -> Tensor:
     """Features `[n, dim]`, float32: the mean of the last block's outputs at the prompts.
 
-    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `new_norms`. Prompts carry no position: a
-    trunk tells tokens apart by what is added to them alone, and prompts are learned anyway.
+    `prompts` are an image's own, `[n, tokens, dim]`; `norms` those of `new_norms`. Prompts have no position
+    embedding: they are learned, and could contain one.
     """
     x = torch.cat([prompts.to(dtype), encoder.tokens(images, dtype)], dim=1)
     x = encoder.run(x, encoder.block_weights(norms, None, None, dtype))

@@ -34,14 +34,14 @@ ENCODERS: dict[str, str] = {
 
 
 class EncoderError(TplError):
-    """The encoder or its weights cannot be had as asked."""
+    """The encoder or its weights are not available."""
 
 
 def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) -> Encoder:
     """The encoder `name`: frozen, with its pre-trained weights, or a network to train from scratch.
 
     `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm
-    downloads the weights it knows under that name, and `compact` takes those in the package.
+    downloads the weights it knows under that name, and `compact` uses those in the package.
     """
     if resnet.is_resnet(name):
         if weights is not None:
@@ -78,7 +78,7 @@ def check_encoder_name(name: str) -> None:
         return
     near = timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5]
     also = f" In timm: {', '.join(near)}, ..." if near else ""
-    raise EncoderError(f"timm knows no encoder '{name}'. Known here: {', '.join(ENCODERS)}.{also}")
+    raise EncoderError(f"There is no encoder '{name}' in timm. Known here: {', '.join(ENCODERS)}.{also}")
 
 
 def _create(name: str, pretrained: bool) -> VisionTransformer:
@@ -119,7 +119,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
         raise EncoderError(f"{file} cannot be read as weights: {error}") from error
-    except Exception as error:  # torch's UnpicklingError: the file asks for more than tensors
+    except Exception as error:  # torch's UnpicklingError: the file has more than tensors
         raise EncoderError(f"{file} holds more than tensors and was not loaded; save it as safetensors.") from error
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]  # checkpoints of the DeiT family wrap the state dict

@@ -1,10 +1,9 @@
-"""Scores: how much does an image look like this task's? Pure functions of features and logits."""
+"""Scores: how in-distribution an image is for a task. Pure functions of features and logits."""
 
 from tpl.scores.base import Score
+from tpl.scores.distances import Mahalanobis, NearestNeighbours
 from tpl.scores.features import MahalanobisDistance, ReAct, Residual, VirtualLogit
-from tpl.scores.knn import NearestNeighbours
 from tpl.scores.logits import Energy, GradNorm, KLMatching, MaxLogit, MaxSoftmax, Odin, OpenMax
-from tpl.scores.mahalanobis import Mahalanobis
 from tpl.scores.ratio import LikelihoodRatio, RatioConfig
 
 # The post-hoc detectors of out-of-distribution samples that the paper compares as task scores, in its order.

@@ -1,9 +1,8 @@
-"""The contract of a score: how much does a feature look like this task's? Higher means more likely in-distribution."""
+"""The base class of scores: how in-distribution a feature is for a task; higher means more likely."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -57,6 +56,10 @@ class Score(ABC):
         return self
 
 
-def in_blocks(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Rows in blocks of bounded size; in one block while a graph is traced, as its number of rows is dynamic."""
-    return [rows] if torch.compiler.is_compiling() else rows.split(size)
+def positive_mean(score: Tensor) -> Tensor:
+    """The mean that scales a score to 1; where it is not clearly positive, the mean magnitude.
+
+    Dividing by a negative mean would reverse the score, and by one near zero would let it explode.
+    """
+    mean, magnitude = score.double().mean(), score.double().abs().mean()
+    return torch.where(mean > 0.1 * magnitude, mean, magnitude).clamp_min(1e-12)

@@ -5,15 +5,15 @@ Every variant fits one scale and one shift per task on the replay memory, after 
 - "score": w_t S_t + b_t, cross-entropy over *tasks*, full batch, 100 steps (the public code);
 - "shift": S_t + b_t, the same cross-entropy at the temperature that the answer uses, to convergence (ours);
 - "probability": sigma1_t * softmax(f_t)_j * S_t + sigma2_t, cross-entropy over *classes*, batches
-  of 64, 100 epochs (the paper's text). These outputs are no probabilities, so cross-entropy takes
+  of 64, 100 epochs (the paper's text). These outputs are not probabilities, so cross-entropy uses
   them as logits.
 
-A memory may hold more images of one class than of another. Cross-entropy would take the first for likelier; with the
-weights of `equal_shares` every class counts the same.
+A memory may hold more images of one class than of another, which cross-entropy would learn as a prior; with the weights
+of `equal_shares` every class counts the same.
 
 Images of unknown classes are detected by conformal p-values over images held out of training: a new image of a task's
-classes is as likely to fall anywhere among the held-out ones, which the task's model never saw either. So its p-value
-is at most `a` with probability at most `a`, whatever the scores are (Vovk et al., 2005).
+classes has a score of any rank among the held-out ones with equal probability, as neither was trained on. So its
+p-value is at most `a` with probability at most `a`, whatever the scores are (Vovk et al., 2005).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of a task's features, some of them with the head that makes the logits."""
+"""OOD scores from a task's features, some of them with the weights of its head."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tpl.scores.base import Score
-from tpl.scores.mahalanobis import Mahalanobis
-from tpl.scores.ratio import positive_mean
+from tpl.scores.base import Score, positive_mean
+from tpl.scores.distances import Mahalanobis
 
 SMALLEST_RESIDUAL = 1e-6  # of the features' mean length: a smaller mean residual counts as this one
 
@@ -31,7 +30,7 @@ class MahalanobisDistance(Mahalanobis):
 
 
 class HeadScore(Score):
-    """A score that knows the task's head, f = W z + b."""
+    """A score that uses the task's head, f = W z + b."""
 
     weight: Tensor
     bias: Tensor

@@ -1,4 +1,4 @@
-"""Scores of the logits of a task's own classes."""
+"""OOD scores from the logits of a task's own classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.scores.base import Score
-from tpl.scores.statistics import class_means
+from tpl.scores.distances import class_means
 
 SMALLEST_P = 1e-12  # a smaller probability counts as this one, in KL matching
 FAR = 1000  # location of the Weibull, in spreads of the tail below its smallest distance
@@ -107,14 +107,14 @@ class KLMatching(Score):
 class Odin(LogitScore):
     """S(x) = max_c softmax(f(x') / T)_c, where x' = `perturb` of x.
 
-    A score does not see images: the caller passes the logits of x' in place of features.
+    A score has no access to images: the caller passes the logits of x' in place of features.
     All values lie close to 1 / c, so they are comparable in float64 only.
     """
 
     name = "odin"
     summary = "tempered softmax of the perturbed image"
     paper = "Liang et al., ODIN, ICLR 2018"
-    perturbs: ClassVar[bool] = True  # whether `score_features` takes the logits of a perturbed image for features
+    perturbs: ClassVar[bool] = True  # whether `score_features` expects the logits of a perturbed image as features
 
     def __init__(self, temperature: float = 1000.0, epsilon: float = 0.0014) -> None:
         self.temperature, self.epsilon = temperature, epsilon

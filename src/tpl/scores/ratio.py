@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.errors import TplError
-from tpl.scores.base import Score
-from tpl.scores.knn import NearestNeighbours
+from tpl.scores.base import Score, positive_mean
+from tpl.scores.distances import Mahalanobis, NearestNeighbours
 from tpl.scores.logits import Energy, LogitScore, MaxLogit, MaxSoftmax
-from tpl.scores.mahalanobis import Mahalanobis
 
 LOGITS: dict[str, type[LogitScore]] = {s.name: s for s in (MaxLogit, MaxSoftmax, Energy)}
 
@@ -72,11 +71,11 @@ class RatioConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.logit_score == "none" and self.in_task == "none":
-            raise TplError("A score needs at least one part: logit and in_task cannot both be none.")
+            raise TplError("A score needs at least one part: logit_score and in_task cannot both be none.")
 
 
 class LikelihoodRatio(Score):
-    """TPL's score of one task, put together from its parts."""
+    """TPL's score of one task."""
 
     name = "tpl"
     summary = "likelihood ratio (MD against kNN over other tasks' memory) composed with the maximum logit"
@@ -95,11 +94,11 @@ class LikelihoodRatio(Score):
         """Statistics of the task: centres, covariance, and the mean of every score (Eq. 10)."""
         self.centres.fit_features(z, logits, y)
         self.scales_ = self._means_of_scores(z, logits)
-        nobody = z[:0]
-        return self.refresh(own=nobody, others=nobody if others is None else others)
+        empty = z[:0]
+        return self.refresh(own=empty, others=empty if others is None else others)
 
     def merge(self, z: Tensor, logits: Tensor, y: Tensor) -> Self:
-        """Take up more samples of the task's classes; labels `y` count its classes as they are now."""
+        """Add more samples of the task's classes; labels `y` count its current classes."""
         before = self.centres.pooled_
         self.centres.merge(z, y)
         share = len(z) / (before + len(z))
@@ -107,20 +106,20 @@ class LikelihoodRatio(Score):
         return self
 
     def counted(self, c: int) -> int:
-        """How many samples of a class the statistics hold."""
+        """Number of samples of a class in the statistics."""
         if not self.centres.mergeable:
             raise TplError(
-                "This task was learned by an earlier version of tpl, which kept too little of it to add images. "
+                "This task was learned by an earlier version of tpl, which stored too little of it to add images. "
                 "Learn it in a new model to update it later."
             )
         return int(self.centres.counts_[c])
 
     def in_distribution_score(self, z: Tensor, logits: Tensor) -> Tensor:
-        """How sure the task is to know an image, by what no later task can change: S_MD, scaled.
+        """How much an image looks like one of the task's: S_MD, scaled; later tasks do not change it.
 
         Not S_TPL, which compares tasks: a large logit would make up for a feature that is far from every class. On
-        digits, S_MD alone tells unseen classes from known ones better than any combination with the logits. The same
-        for every choice in `config`, so that values noted once stay comparable.
+        digits, S_MD alone separates unseen classes from known ones better than any combination with the logits. It
+        does not depend on the options in `config`, so stored values stay comparable.
         """
         return self.centres.score_features(z, logits) / self.scales_[-1]
 
@@ -131,14 +130,14 @@ class LikelihoodRatio(Score):
     def evidence(self, z: Tensor, logits: Tensor) -> Tensor:
         """Every logit score and log S_MD, relative to their means over the training images, `[n, logit scores + 1]`.
 
-        The logarithm, as that of a density is: S_MD itself has a long tail, where few images would decide on weights.
+        The logarithm of S_MD, like a log-density: S_MD itself has a long tail, so few images would set the weights.
         """
         parts = [score().score_features(z, logits) for score in LOGITS.values()]
         found = torch.stack([*parts, self.centres.score_features(z, logits)], dim=1) / self.scales_
         return torch.cat([found[:, :-1], found[:, -1:].log()], dim=1)
 
     def refresh(self, own: Tensor, others: Tensor, others_y: Tensor | None = None) -> Self:
-        """Take up the memory as it is now, seen by this task's model: its own and everyone else's."""
+        """Set the memory's features under this task's model: those of its own images and of other tasks'."""
         self.own.remember(own)
         self.others.remember(others)
         self.others_centres = None
@@ -185,49 +184,40 @@ class LikelihoodRatio(Score):
         return z.new_zeros(z.shape[0], dtype=torch.float64)
 
     def state(self) -> dict[str, Tensor]:
-        """What was learned, by name."""
+        """Fitted tensors by name."""
         return super().state() | self.centres.state()
 
     def load_state(self, state: dict[str, Tensor]) -> Self:
-        """Statistics from storage; `refresh` brings the memory."""
+        """Restore what `state` returned; the memory is set by `refresh`."""
         self.scales_ = state["scales_"]
         self.centres.load_state({k: v for k, v in state.items() if k != "scales_"})
-        nobody = self.centres.means_[:0]
-        return self.refresh(nobody, nobody)
+        empty = self.centres.means_[:0]
+        return self.refresh(empty, empty)
 
 
 def oppose(
-    scores: Sequence[LikelihoodRatio], seen: Sequence[tuple[Tensor, Tensor]], tasks: Tensor, labels: Tensor
+    scores: Sequence[LikelihoodRatio], outputs: Sequence[tuple[Tensor, Tensor]], tasks: Tensor, labels: Tensor
 ) -> bool:
-    """Give every task's score the memory of the others; tell whether each of them has any.
+    """Set every score's kNN banks from the memory; returns whether each has images of other tasks.
 
-    `seen[t]` are features and logits of the memory under task t, `tasks` and `labels` its samples' own. A task that
-    nobody else's memory opposes would stand out: then kNN is left out for all of them.
+    `outputs[t]` are features and logits of the memory under task t, `tasks` and `labels` those of its images. Scores
+    with and without the kNN term are not comparable: if one task lacks images of others, all are without it.
     """
     opposed = all(bool((tasks != t).any()) for t in range(len(scores)))
-    for t, (score, (features, _)) in enumerate(zip(scores, seen, strict=True)):
+    for t, (score, (features, _)) in enumerate(zip(scores, outputs, strict=True)):
         others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
         score.refresh(features[tasks == t], features[others], labels[others])
     return opposed
 
 
-def memory_scores(scores: Sequence[LikelihoodRatio], seen: Sequence[tuple[Tensor, Tensor]], tasks: Tensor) -> Tensor:
-    """Every task's score of the memory itself, `[n, tasks]`, for calibration.
+def memory_scores(scores: Sequence[LikelihoodRatio], outputs: Sequence[tuple[Tensor, Tensor]], tasks: Tensor) -> Tensor:
+    """Every task's score of the memory's images, `[n, tasks]`, for calibration.
 
-    Every sample is itself in one of a task's two kNN banks: it must not find itself.
+    Every image is in one of a task's two kNN banks, where it is not compared with itself.
     """
     columns = []
-    for t, (score, outputs) in enumerate(zip(scores, seen, strict=True)):
+    for t, (score, own) in enumerate(zip(scores, outputs, strict=True)):
         mine = tasks == t
         places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (mine, ~mine)]
-        columns.append(score.score_features(*outputs, *places))
+        columns.append(score.score_features(*own, *places))
     return torch.stack(columns, dim=1)
-
-
-def positive_mean(score: Tensor) -> Tensor:
-    """The mean that scales a score to 1; where it is not clearly positive, the mean magnitude.
-
-    Dividing by a negative mean would turn the score around, and by one near zero would blow it up.
-    """
-    mean, magnitude = score.double().mean(), score.double().abs().mean()
-    return torch.where(mean > 0.1 * magnitude, mean, magnitude).clamp_min(1e-12)

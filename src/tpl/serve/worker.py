@@ -1,6 +1,6 @@
 """The process that learns one task: `python -m tpl.serve.worker`, started by jobs.py.
 
-It is a process of its own because training would hold the server's interpreter lock and interfere with its CUDA graphs,
+It is a separate process because training would hold the server's interpreter lock and interfere with its CUDA graphs,
 and because a crash leaves the server and the committed model unchanged. It reads one JSON line, writes one JSON line
 for every step, and ends when the server does.
 """

@@ -1,4 +1,4 @@
-"""Feature vectors as samples: labelled sets of them, and their standardisation in the place of an image's resizing."""
+"""Feature vectors as samples: labelled sets, and standardisation in place of an image's preprocessing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # slow to import, as in `preprocess`
 
 Array = NDArray[Any]
 
-LIMIT = 10.0  # deviations at which a standardised feature is cut off: a unit could not tell values beyond it apart
+LIMIT = 10.0  # a standardised feature is clipped at so many deviations
 
 
 class VectorSet(ImageSet):
-    """Labelled vectors `[n, features]`, in the place of images."""
+    """Labelled vectors `[n, features]`, used like a set of images."""
 
     def __init__(self, vectors: Array, labels: ArrayLike | None = None) -> None:
         self.vectors = vectors
@@ -35,7 +35,7 @@ class VectorSet(ImageSet):
         return len(self.vectors)
 
     def load(self, index: int) -> Never:
-        raise DataError(f"{self.name(index)} is a vector: there is no image of it.")
+        raise DataError(f"{self.name(index)} is a vector and cannot be loaded as an image.")
 
     def name(self, index: int) -> str:
         return f"vectors[{in_range(index, len(self))}]"
@@ -75,7 +75,7 @@ class Standardise(Preprocess):
         import torch
 
         if not isinstance(images, VectorSet):
-            raise DataError(f"a network over vectors cannot see {type(images).__name__}.")
+            raise DataError(f"A network over vectors needs a VectorSet; got {type(images).__name__}.")
         scaled = (images.vectors.astype(np.float64) - self.shift) * self.scale
         if self.limit is not None:
             scaled = scaled.clip(-self.limit, self.limit)
@@ -86,12 +86,12 @@ class Standardise(Preprocess):
     def normaliser(
         self, device: torch.device, dtype: torch.dtype | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Nothing is left to do."""
+        """The identity: standardised vectors need no normalisation."""
         return lambda vectors: vectors
 
 
 def standardisation(vectors: Array, kind: str) -> dict[str, Any]:
-    """The `data_config` that standardises like these vectors.
+    """The `data_config` that standardises by the statistics of these vectors.
 
     `kind` is "features" (each by its own deviation; one that does not vary by the average), "global" (all by the
     average deviation) or "none".
@@ -109,5 +109,5 @@ def standardisation(vectors: Array, kind: str) -> dict[str, Any]:
 
 
 def preprocess_for(data_config: Mapping[str, Any]) -> Preprocess:
-    """What makes samples ready for an encoder, of vectors or of images."""
+    """The preprocessing of an encoder, of vectors or of images."""
     return Standardise(data_config) if len(data_config.get("input_size", ())) == 1 else Preprocess(data_config)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rehearsing import LABELS, Says, kl, loss_of, softmax, some_logits, tiny_learner, tiny_task
 
-from tpl.engine import IGNORED, Samples, no_callback
-from tpl.methods.parts.distill import Distillation, class_slices, kd, mean_of, soft_cross_entropy
+from tpl.engine import IGNORED, Samples, masked_mean, no_callback
+from tpl.methods.parts.distill import Distillation, class_slices, kd, soft_cross_entropy
 from tpl.methods.parts.network import NetworkMethod
 from tpl.methods.parts.rehearsal import balanced
 
@@ -23,8 +23,8 @@ def test_distillation_of_three_classes_by_hand() -> None:
 
 def test_rows_that_only_fill_up_do_not_count() -> None:
     counted = torch.tensor([0, -100, 3]) != IGNORED
-    assert mean_of(torch.tensor([1.0, torch.nan, 4.0]), counted).item() == 2.5
-    assert mean_of(torch.tensor([1.0]), torch.tensor([False])).item() == 0
+    assert masked_mean(torch.tensor([1.0, torch.nan, 4.0]), counted).item() == 2.5
+    assert masked_mean(torch.tensor([1.0]), torch.tensor([False])).item() == 0
 
 
 def test_the_objective_is_cross_entropy_and_weighted_distillation_of_every_group() -> None:

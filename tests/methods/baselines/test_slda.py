@@ -14,7 +14,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.slda import SLDA, Discriminant
-from tpl.scores.statistics import ClassStatistics
+from tpl.scores.distances import ClassStatistics
 from tpl.stream import Stream
 
 CPU = torch.device("cpu")

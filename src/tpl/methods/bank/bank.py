@@ -1,14 +1,14 @@
-"""The bank: all task models in one network, kept apart by a protection such as HAT's masks, and queries to them.
+"""The bank: all task models in one network, protected from each other by e.g. HAT's masks, and queries to them.
 
-The encoder is shared, and so are the weights trained in it: adapters, or all of a network that starts from scratch. A
-task owns its mask, its norms and its head. While it is trained, the protection holds still every weight that an earlier
-task uses, so an old task's features never change: with binary masks not by a single bit.
+The encoder is shared, and so are the weights trained in it: adapters, or the whole network if it is trained from
+scratch. A task has its own mask, norms and head. While it is trained, the protection freezes every weight that an
+earlier task uses, so an old task's features never change: with binary masks not by a single bit.
 
-A query asks one task's model about some images. Many queries are answered in batches whose rows are pairs of an image
-and a task: what all tasks see alike, the patches of an image, is computed once. On a GPU every batch has the same
-number of rows, whichever pairs they are, and is the replay of one CUDA graph: a pair's answer has the same bits in any
-batch. On a CPU a batch has as many rows as keep it busy, and the answer is the same up to rounding: matrix libraries
-choose kernels by the number of rows, and some kernels add up in another order.
+A query runs one task's model on some images. Many queries are run in batches whose rows are pairs of an image and a
+task; the patch tokens of an image, the same for all tasks, are computed once. On a GPU every batch has the same number
+of rows and is the replay of one CUDA graph: a pair's features have the same bits in any batch. On a CPU a batch has as
+many rows as keep it busy, and features are the same up to rounding: matrix libraries choose kernels by the number of
+rows, and some kernels add in another order.
 """
 
 from __future__ import annotations
@@ -17,22 +17,32 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpl.engine import BLOCK, ROTATIONS, Callback, CapturedFunction, Compute, Event, Inference, uses_cuda_graphs
+from tpl.engine import (
+    BLOCK,
+    IGNORED,
+    ROTATIONS,
+    Callback,
+    CapturedFunction,
+    Compute,
+    Event,
+    Inference,
+    uses_cuda_graphs,
+)
 from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
-from tpl.methods.bank.techniques import Technique
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
-TOKENS = 8192  # of a pass on a CPU: more gains nothing, and fewer make two threads wait for each other too often
+TOKENS = 8192  # of a pass on a CPU: more is no faster, and with fewer two threads wait for each other too often
 NEARLY_FULL = 0.95
 
 
-# Test-time augmentation: the views of an image that an answer averages over
+# Test-time augmentation: the views of an image that a prediction averages over
 
 
 class View(NamedTuple):
@@ -65,7 +75,7 @@ ORIGINAL = TTA["none"]
 
 
 class TaskModel(nn.Module):
-    """What one task owns; `embedding` is what the protection keeps of it."""
+    """One task's own parameters; `embedding` is what the protection stores of its mask."""
 
     rotation_classes = False  # whether the last outputs are the classes rotated by 90, 180 and 270 degrees
 
@@ -75,7 +85,7 @@ class TaskModel(nn.Module):
         self.norms = nn.Parameter(norms)
         self.head_weight = nn.Parameter(head_weight)
         self.head_bias = nn.Parameter(head_bias)
-        self.own = own  # the first `own` outputs are the task's classes, what follows stands for others
+        self.own = own  # the first `own` outputs are the task's classes, the next are for images of other tasks
 
     def own_head(self, rotation: int = 0) -> tuple[Tensor, Tensor]:
         """Weights and biases of the task's own classes, or of these rotated by `rotation` times 90 degrees."""
@@ -92,7 +102,7 @@ class TaskModel(nn.Module):
         return len(self.head_bias) - (1 + len(ROTATIONS) - rotation) * self.own if rotation else 0
 
     def drop(self, row: int) -> None:
-        """Remove one output of the head; a class of the task goes together with its rotated ones."""
+        """Remove one output of the head; for a class of the task, also the outputs of its rotated versions."""
         rows = [row]
         if self.rotation_classes and row < self.own:
             rows += [self._first_output(rotation) + row for rotation in ROTATIONS]
@@ -104,32 +114,83 @@ class TaskModel(nn.Module):
 
 
 class Outputs(NamedTuple):
-    """What one task's model says of some images."""
+    """Outputs of one task's model for some images."""
 
     features: Tensor  # [n, dim]
     logits: Tensor  # [n, own classes]
 
 
 class Query(NamedTuple):
-    """Some images for one task: their numbers, in ascending order, on the CPU; None: all there are."""
+    """Images to run through one task's model: row numbers, ascending, on the CPU; None: all images."""
 
     task: int
     rows: Tensor | None = None
 
 
 class QueryPart(NamedTuple):
-    """What one pass asks one task: `number` is the query's, `rows` are numbers within a block of images."""
+    """The rows of a query that one pass computes: `number` is the query's index, `rows` count within a block."""
 
     number: int
     task: int
     rows: Tensor
 
 
-class Bank:
-    """One encoder, shared weights in it, a protection that keeps tasks apart, and the finished tasks' models."""
+class Technique:
+    """How a task's network is trained and its logits are computed: here, plain cross-entropy over the head's outputs.
 
-    used: Tensor | None = None  # units that some finished task holds
-    retired: Tensor | None = None  # units of tasks that are gone: their weights are never trained again
+    An instance is made for every network and task. On a GPU a training step is captured in a CUDA graph, so a technique
+    may not branch on a tensor's value, change a shape or draw random numbers: a step gets `numbers` of them.
+    """
+
+    name: ClassVar[str] = "none"
+    summary: ClassVar[str] = "plain cross-entropy"
+    paper: ClassVar[str] = ""
+    splits: ClassVar[bool] = True  # False: the loss of a row depends on other rows, or on its position in the batch
+    outliers: ClassVar[bool] = False  # whether a batch has a second half of stored images of earlier tasks
+    swaps_quarters: ClassVar[bool] = False  # whether `swapped_quarters` of its own images serve the first task as such
+
+    def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
+        """For a task of `own` classes, features of size `dim`, and at most `batch` new images a step."""
+        self.own, self.dim, self.batch, self.device = own, dim, batch, device
+
+    @property
+    def numbers(self) -> int:
+        """How many random numbers, uniform in [0, 1), a step needs."""
+        return 0
+
+    def parameters(self) -> list[Tensor]:
+        """What is trained beside the network, by the same optimiser."""
+        return []
+
+    def mixed(self, images: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        """The images `[b, 3, h, w]` that the network is shown in place of these (normalised) ones.
+
+        `labels` are `[b]`: a class of the task, `own` for an image of another task, `IGNORED` for a row that only
+        fills the batch up. The first rows are the new images; `b` is the same at every step of a task.
+        """
+        return images
+
+    def loss(self, z: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+        """The loss, a scalar, of features `[b, dim]` under a head; `labels` and `draws` are those `mixed` was given."""
+        return F.cross_entropy(F.linear(z, weight, bias), labels, ignore_index=IGNORED)
+
+    def finish(
+        self, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """The head to keep, given all features and labels of the task once the network is trained and frozen."""
+        return weight, bias
+
+    @classmethod
+    def logits(cls, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits of a trained head, in float64: those of an image do not depend on the rest of the batch."""
+        return F.linear(z.double(), weight.double(), bias.double())
+
+
+class Bank:
+    """One encoder, the shared weights in it, a protection between tasks, and the models of finished tasks."""
+
+    used: Tensor | None = None  # units that any finished task uses
+    retired: Tensor | None = None  # units of removed tasks: their weights are never trained again
     same_as: Bank | None = None  # the bank that every task here was copied from, if there is one
     views: tuple[View, ...] = ORIGINAL  # of every image in a query
 
@@ -143,51 +204,56 @@ class Bank:
         technique: type[Technique] = Technique,
     ) -> None:
         self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
-        self.technique = technique  # how heads are trained and read
+        self.technique = technique  # how heads are trained, and how logits are computed from them
         self.protection = PROTECTIONS[config.protect](config)
         self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.protection.prepare(self.adapters)
         self.tasks: list[TaskModel] = []
 
     def weights(self, task: int) -> Weights:
-        """The shared weights as a finished task sees them."""
+        """The shared weights under a finished task's mask."""
         return self.protection.finished(self.adapters.weights, self.tasks[task].embedding.detach())
 
     def unit_mask(self, task: int) -> Tensor | None:
-        """How far each unit is open for a finished task, if masks are over units."""
+        """A finished task's mask over units, from 0 to 1; None if the protection does not mask units."""
         return self.protection.claim(self.tasks[task].embedding.detach())
 
     @cached_property
     def _inference(self) -> BankInference:
-        return inference_for(self, self.encoder, self.compute)
+        """The fastest inference for the encoder on the device."""
+        if not isinstance(self.encoder, ViTEncoder):
+            return PerTaskInference(self)
+        on_cpu = self.compute.device.type == "cpu" and self.compute.dtype == torch.float32
+        kind = CPUInference if on_cpu and TransposedTrunk.serves(self.encoder) else RowInference
+        return kind(self, self.encoder)
 
     def outputs(self, pixels: Tensor, task: int) -> Outputs:
         """Features and own-class logits of samples under a finished task's model."""
         return self.query(pixels, [Query(task)])[0]
 
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
-        """The same for several tasks, each of its own choice of the images: quicker than one by one.
+        """Outputs of several tasks, each for its own selection of the images: faster than one by one.
 
-        On a GPU the answers have the same bits as one by one, on a CPU they are the same up to rounding.
+        On a GPU outputs have the same bits as one by one, on a CPU they are the same up to rounding.
         """
         with torch.no_grad():
             found = [self._inference(view.of(pixels), queries) for view in self.views]
-            return [self._joined(task, seen) for (task, _), *seen in zip(queries, *found, strict=True)]
+            return [self._averaged(task, views) for (task, _), *views in zip(queries, *found, strict=True)]
 
-    def _joined(self, task: int, seen: list[Tensor]) -> Outputs:
+    def _averaged(self, task: int, views: list[Tensor]) -> Outputs:
         """One task's outputs, averaged over all views: features over those without rotation, logits over all."""
         by_rotation: dict[int, list[Tensor]] = {}
-        for view, features in zip(self.views, seen, strict=True):
+        for view, features in zip(self.views, views, strict=True):
             by_rotation.setdefault(view.rotation, []).append(features)
         means = {rotation: _mean(features) for rotation, features in by_rotation.items()}
         upright = means.pop(0)
-        read = [self.logits(upright, task), *(self._logits(z, task, rotation) for rotation, z in means.items())]
-        return Outputs(upright, _mean(read))
+        logits = [self.logits(upright, task), *(self._logits(z, task, rotation) for rotation, z in means.items())]
+        return Outputs(upright, _mean(logits))
 
     def logits(self, features: Tensor, task: int) -> Tensor:
-        """What a finished task's head says of its own classes.
+        """Logits of a finished task's own classes.
 
-        Computed in float64: to float32, the number of images that share the product then makes no difference.
+        Computed in float64: rounded to float32, they do not depend on the number of images in the product.
         """
         return self._logits(features, task, 0)
 
@@ -196,18 +262,18 @@ class Bank:
             return self.technique.logits(features, *self.tasks[task].own_head(rotation)).to(features.dtype)
 
     def restart(self, retired: Tensor | None) -> None:
-        """Hold no task, with the units of tasks long gone in use."""
+        """Remove all tasks; `retired` are units of tasks removed earlier, which stay in use."""
         self.tasks, self.used, self.retired = [], retired, retired
 
     def add(self, model: TaskModel) -> None:
-        """Take up a finished task: freeze it and claim its units."""
+        """Add a finished task: freeze its model and mark its units as used."""
         self.same_as = None
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
         self.used = _united(self.used, self.unit_mask(len(self.tasks) - 1))
 
     @torch.no_grad()
     def copy_newest(self, other: Bank) -> None:
-        """Take up the newest task of a bank that was the same as this one before."""
+        """Copy the newest task of a bank that was equal to this one before."""
         followed = not self.tasks or self.same_as is other
         for own, trained in zip(self.adapters.weights, other.adapters.weights, strict=True):
             own.copy_(trained)
@@ -215,7 +281,7 @@ class Bank:
         self.same_as = other if followed else None
 
     def retire(self, task: int) -> None:
-        """Let a task go. Its units stay in use: other tasks may share them, and none may move them."""
+        """Remove a task. Its units stay in use, since other tasks may share them."""
         self.retired = _united(self.retired, self.unit_mask(task))
         self.same_as = None
         del self.tasks[task]
@@ -236,7 +302,7 @@ class Bank:
         return model.to(self.compute.device)
 
     def warn_if_full(self, callback: Callback) -> None:
-        """Tell that hardly any weight is left to learn with."""
+        """Emit a warning if hardly any weight is left to train."""
         frozen = self.capacity()["frozen"]
         if frozen >= NEARLY_FULL:
             text = (
@@ -249,26 +315,27 @@ class Bank:
 
 def within_tasks(outputs: list[Outputs]) -> Tensor:
     """log P(class | image, task) of every task, side by side, `[n, classes]`."""
-    return torch.cat([seen.logits.double().log_softmax(dim=1) for seen in outputs], dim=1)
+    return torch.cat([each.logits.double().log_softmax(dim=1) for each in outputs], dim=1)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else sum(parts[1:], parts[0]) / len(parts)
 
 
-def _united(used: Tensor | None, claim: Tensor | None) -> Tensor | None:
-    return claim if used is None or claim is None else torch.maximum(used, claim)
+def _united(used: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if used is None or more is None else torch.maximum(used, more)
 
 
-# Batched inference: who asks how
+# Batched inference: one class for each kind of encoder and device
 
 
 class ModelVersion:
-    """Tells whether a task's model, or a weight that it shares, has been exchanged or written to since."""
+    """Detects, by comparison, whether a task's model or the shared weights were replaced or written to."""
 
     def __init__(self, bank: Bank, task: int) -> None:
         model = bank.tasks[task]
-        self.tensors = model.embedding, model.norms, *bank.adapters.weights  # kept: no other can take their place
+        # Kept alive, so that no other tensor gets their address.
+        self.tensors = model.embedding, model.norms, *bank.adapters.weights
         self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
 
     def __eq__(self, other: object) -> bool:
@@ -289,7 +356,7 @@ class BankInference(ABC):
 
 
 class PerTaskInference(BankInference):
-    """A pass a task: for networks that share nothing but weights."""
+    """One pass per task, for networks without a shared trunk."""
 
     def __init__(self, bank: Bank) -> None:
         super().__init__(bank)
@@ -305,21 +372,21 @@ class PerTaskInference(BankInference):
 
 
 class SharedInference(BankInference):
-    """Patches once an image, then passes over pairs of any tasks."""
+    """Patch tokens once per image, then passes over pairs of images and tasks."""
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank)
         self.encoder, self.dtype = encoder, bank.compute.dtype
-        self._tokens = Inference(self._see, bank.compute, bank.normalise)
+        self._tokens = Inference(self._embed, bank.compute, bank.normalise)
 
-    def _see(self, images: Tensor) -> Tensor:
+    def _embed(self, images: Tensor) -> Tensor:
         return self.encoder.tokens(images, self.dtype)
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
         """Block after block of images; in each, all queries, a bounded number of rows at a time."""
-        nobody = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
-        answers: list[list[Tensor]] = [[nobody] for _ in queries]
+        empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
+        found: list[list[Tensor]] = [[empty] for _ in queries]
         for start in range(0, len(pixels), BLOCK):
             block = pixels[start : start + BLOCK]
             parts = list(_query_parts(queries, start, len(block)))
@@ -328,21 +395,21 @@ class SharedInference(BankInference):
             tokens = self._tokens(block)
             for together in self.batches(parts, tokens.shape[1]):
                 features = self.run(tokens, together)
-                for part, seen in zip(together, features.split([len(p.rows) for p in together]), strict=True):
-                    answers[part.number].append(seen)
-        return [torch.cat(each) for each in answers]
+                for part, rows in zip(together, features.split([len(p.rows) for p in together]), strict=True):
+                    found[part.number].append(rows)
+        return [torch.cat(each) for each in found]
 
     @abstractmethod
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
-        """The parts in groups that make a pass each; images have so many tokens."""
+        """Groups of parts, one pass each; `tokens` is the number of tokens of an image."""
 
     @abstractmethod
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
-        """Features of one pass, the parts' rows one after the other."""
+        """Features of one pass, the rows of all parts concatenated."""
 
 
 class CPUInference(SharedInference):
-    """With weights transposed, and each task's closed units left out."""
+    """Inference on a CPU, with transposed weights and without the units that a task's mask closes."""
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
@@ -355,7 +422,7 @@ class CPUInference(SharedInference):
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
         """A pass through the transposed trunk."""
-        if self._trunk is None:  # not before somebody asks: it takes as much memory again as the encoder
+        if self._trunk is None:  # on demand: it needs as much memory as the encoder
             self._trunk = TransposedTrunk(self.encoder)
         rows = torch.cat([part.rows for part in parts])
         return self._trunk(tokens[rows], [Part(self._task(part.task), len(part.rows)) for part in parts])
@@ -370,15 +437,15 @@ class CPUInference(SharedInference):
 
 
 class RowInference(SharedInference):
-    """With norms and masks gathered for every row; without unit masks, a pass asks one task alone."""
+    """Inference with norms and masks gathered per row; without unit masks, a pass has a single task."""
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
-        self._features = CapturedFunction(self._answer, bank.compute)
+        self._features = CapturedFunction(self._forward, bank.compute)
         self._stacked: tuple[list[ModelVersion], Tensor, Tensor] | None = None
 
-    def _answer(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
-        """Norms with an axis of rows come with masks and the shared weights, others with a task's own weights."""
+    def _forward(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
+        """Norms with an axis of rows are followed by masks and shared weights, others by a task's own weights."""
         masks, weights = (rest[0], rest[1:]) if norms.dim() == 4 else (None, rest)
         return self.encoder.from_tokens(tokens, norms, weights, masks)
 
@@ -387,13 +454,13 @@ class RowInference(SharedInference):
         return self.bank.unit_mask(0) is not None
 
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
-        """One number of rows for all, of several tasks where masks can tell them apart."""
+        """Passes with the same number of rows; with unit masks, of several tasks."""
         if self._mixes:
             return _grouped(parts, ROWS)
         return (group for part in parts for group in _grouped([part], ROWS))
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
-        """One replay; rows that are missing are those of the first image."""
+        """One replay; the pass is filled up with rows of the first image."""
         device, bank = tokens.device, self.bank
         count = sum(len(part.rows) for part in parts)
         size = ROWS if uses_cuda_graphs(device) else count
@@ -418,16 +485,8 @@ class RowInference(SharedInference):
         return self._stacked[1:]
 
 
-def inference_for(bank: Bank, encoder: Encoder, compute: Compute) -> BankInference:
-    """How this encoder is best asked on this device."""
-    if not isinstance(encoder, ViTEncoder):
-        return PerTaskInference(bank)
-    transposed = compute.device.type == "cpu" and compute.dtype == torch.float32 and TransposedTrunk.serves(encoder)
-    return CPUInference(bank, encoder) if transposed else RowInference(bank, encoder)
-
-
 def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[QueryPart]:
-    """What each query asks of a block of images."""
+    """The part of each query that falls into a block of images."""
     for number, (task, rows) in enumerate(queries):
         own = torch.arange(count) if rows is None else rows[(rows >= start) & (rows < start + count)] - start
         if len(own):
@@ -435,7 +494,7 @@ def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[Q
 
 
 def _grouped(parts: list[QueryPart], limit: int) -> Iterator[list[QueryPart]]:
-    """Pieces, cut where they must be, in groups of `limit` rows; the last may have fewer."""
+    """Parts, split where necessary, in groups of `limit` rows; the last may have fewer."""
     group: list[QueryPart] = []
     room = limit
     for part in parts:

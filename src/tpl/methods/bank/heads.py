@@ -1,12 +1,12 @@
 """What MORE and ROW compute on frozen features: distances to every task's classes, and heads trained afterwards.
 
-Heads are trained many at once, each a plain softmax classifier. Every head has features of its own task. Heads are a
-first axis, so that one matrix product serves them all: training them one after the other would spend its time on
-launching kernels.
+A head is a softmax classifier on the features of its own task. Many heads are trained at once: they are the first axis
+of all tensors, so one matrix product computes them all. One after the other, launching kernels would take most time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from tpl.store import under_prefix
 
 
 class TaskCentres:
-    """The means of every task's classes, and a covariance a task to measure distances to them by."""
+    """Class means and a shared covariance of every task, for Mahalanobis distances."""
 
     def __init__(self, shrinkage: str | float = "auto") -> None:
         self.shrinkage = shrinkage  # of the covariance
@@ -28,12 +28,12 @@ class TaskCentres:
         return self.tasks[task]
 
     def add(self, outputs: Outputs, labels: Tensor) -> None:
-        """Keep means and covariance of one more task, given what its model says of its training images."""
+        """Fit one more task, from its model's outputs for its training images."""
         self.tasks.append(Mahalanobis(self.shrinkage).fit_features(*outputs, labels))
 
     def closeness(self, outputs: list[Outputs]) -> Tensor:
         """max_c 1 / d_M(z_j, mu_c) of every task j, `[n, tasks]`."""
-        squares = [centre.score_features(*seen) for centre, seen in zip(self.tasks, outputs, strict=True)]
+        squares = [centre.score_features(*each) for centre, each in zip(self.tasks, outputs, strict=True)]
         return torch.stack(squares, dim=1).sqrt()
 
     def state(self, task: int) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class TaskCentres:
         return {"score." + k: v for k, v in self.tasks[task].state().items()}
 
     def load_state(self, tasks: list[dict[str, Tensor]]) -> None:
-        """Take up the statistics of all tasks."""
+        """Restore the statistics of all tasks."""
         self.tasks = [Mahalanobis(self.shrinkage).load_state(under_prefix("score.", own)) for own in tasks]
 
 
@@ -56,7 +56,7 @@ class Heads(NamedTuple):
         return features.double() @ self.weight.double().mT + self.bias.double().unsqueeze(1)
 
     def apart(self) -> list[Heads]:
-        """The heads, one by one."""
+        """A list of the single heads."""
         return [Heads(*parts) for parts in zip(self.weight.split(1), self.bias.split(1), strict=True)]
 
     def own_probabilities(self, features: Tensor, own: int, temperature: float) -> Tensor:
@@ -77,7 +77,7 @@ def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: 
     p the softmax and y the label as a vector, dCE/dW = (p - y) z^T and dCE/db = p - y.
     """
     weight, bias = heads.weight.clone(), heads.bias.clone()
-    moved = torch.zeros_like(weight), torch.zeros_like(bias)
+    velocities = torch.zeros_like(weight), torch.zeros_like(bias)
     which = torch.arange(len(weight), device=weight.device).unsqueeze(1)
     for own in rows.to(weight.device).unbind(0):
         places = own.clamp_min(0)
@@ -86,7 +86,9 @@ def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: 
         error.scatter_add_(2, y.unsqueeze(2), -torch.ones_like(error[..., :1]))
         counted = (own >= 0).to(error)
         error *= (counted / counted.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(2)
-        for parameter, velocity, gradient in zip((weight, bias), moved, (error.mT @ z, error.sum(dim=1)), strict=True):
+        for parameter, velocity, gradient in zip(
+            (weight, bias), velocities, (error.mT @ z, error.sum(dim=1)), strict=True
+        ):
             velocity.mul_(momentum).add_(gradient)
             parameter.sub_(velocity, alpha=lr)
     return Heads(weight, bias)
@@ -114,6 +116,28 @@ def head_with_others(model: TaskModel, generator: torch.Generator) -> Heads:
         row = torch.empty(1, weight.shape[1] + 1).uniform_(-bound, bound, generator=generator).to(weight.device)
         weight, bias = torch.cat([weight, row[:, :-1]]), torch.cat([bias, row[:, -1]])
     return Heads(weight.unsqueeze(0).clone(), bias.unsqueeze(0).clone())
+
+
+def train_heads(
+    heads: list[Heads],
+    data: Callable[[int], tuple[Tensor, Tensor]],
+    rows: Callable[[list[int]], Tensor],
+    lr: float,
+    momentum: float,
+) -> list[Heads]:
+    """All heads after training; those with equally many outputs are trained at once.
+
+    `data` returns features `[n, dim]` and labels `[n]` for the number of a head, `rows` the row numbers of all steps,
+    `[steps, heads, batch]`, for the numbers of a group of heads.
+    """
+    trained = list(heads)
+    for group in alike(heads):
+        features, labels = zip(*map(data, group), strict=True)
+        start = joined([heads[t] for t in group])
+        found = fit_heads(start, torch.stack(features), torch.stack(labels), rows(group), lr, momentum)
+        for t, head in zip(group, found.apart(), strict=True):
+            trained[t] = head
+    return trained
 
 
 def alike(heads: list[Heads]) -> list[list[int]]:

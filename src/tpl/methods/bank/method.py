@@ -1,19 +1,20 @@
 """The base of the TIL+OOD family: TPL, MORE, ROW, HAT and SupSup.
 
-A family method has a bank of task models, a memory of images, and what every task's model says of the memory. To learn
-a task it trains one more model, by default with one more class, `others`, for the memory's images of earlier tasks
-(Eq. 2). To answer, it runs the task models (`forward`) and weighs what they say (`decide`). The two steps are apart so
-that what cannot change is computed once, and a trained bank serves every way of weighing. Images held out of training
-tell unknown images.
+A family method has a bank of task models, a memory of images, and every task model's outputs on the memory. To learn a
+task it trains one more model, by default with one more class, `others`, for the memory's images of earlier tasks
+(Eq. 2). To predict, it runs the task models (`forward`) and combines their outputs (`decide`). The two steps are
+separate so that outputs that cannot change are computed once, and serve methods that only combine them differently.
+Images held out of training calibrate the detection of unknown images.
 
-A method of the family says how it concludes a task, scores tasks and combines scores: `conclude`, `task_scores`,
-`log_probabilities_of`, `in_distribution_score`.
+A method of the family defines what to do after a task is trained (`conclude`), a score for each task (`task_scores`),
+class probabilities (`log_probabilities_of`), and a score for unknown images (`in_distribution_score`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +25,8 @@ from tpl.config import option
 from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
-from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel
+from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import Technique
 from tpl.methods.bank.training import TrainingJob, run_jobs
 from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
 from tpl.nets import Encoder
@@ -39,76 +39,76 @@ ADAPTERS = "adapters."
 
 @dataclass(frozen=True)
 class MemoryConfig(ProtectConfig, Recipe):
-    """Training, network, and a memory of images."""
+    """Options of training, network and replay memory."""
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
     memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES), group="memory")
     rotation_classes: bool = option(
         False,
-        "also train on new images rotated by 90, 180 or 270 degrees, as classes that no answer names",
+        "also train on new images rotated by 90, 180 or 270 degrees, as classes that are never predicted",
         group="augmentation",
     )
 
 
 class HeldOut(NamedTuple):
-    """Images that were not trained on, as their own task's model sees them."""
+    """Features of images that were not trained on, under their own task's model."""
 
     features: Tensor  # [n, dim]
     labels: Tensor  # [n], the task's own classes
-    common: Tensor | None = None  # [n, ...], what tells which tasks would be asked about them, where not all are
+    common: Tensor | None = None  # [n, ...], the method's `held_common`
 
     def without(self, own: int) -> HeldOut:
-        """All but one class; later ones move up."""
+        """The images of all classes but one; later classes move up."""
         kept = self.labels != own
         labels = self.labels[kept]
         common = None if self.common is None else self.common[kept]
         return HeldOut(self.features[kept], labels - (labels > own).long(), common)
 
     def extended(self, more: HeldOut) -> HeldOut:
-        """With more images; what is missing of some of them is missing of all."""
+        """These and more images; `common` is dropped if either does not have it."""
         if not len(self.labels):
             return more
         common = None if self.common is None or more.common is None else torch.cat([self.common, more.common])
         return HeldOut(torch.cat([self.features, more.features]), torch.cat([self.labels, more.labels]), common)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is, by name."""
+        """The tensors that are present, by name."""
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What task models say of some images."""
+class ForwardPass:
+    """Outputs of the task models for some images."""
 
-    outputs: list[Outputs]  # one entry a task: of all images, or of those the task was asked about
+    outputs: list[Outputs]  # one entry a task: for all images, or for those the task was queried with
     common: Tensor | None = None  # [n, ...], the method's `common_features`
-    asked: Tensor | None = None  # [n, tasks], which tasks were asked about each image; None: every task about every one
-    by: Method | None = None  # whose `common` it is
+    queried: Tensor | None = None  # [n, tasks], which tasks were queried with each image; None: all with every image
+    by: Method | None = None  # the method whose `common` it is
 
-    def cpu(self) -> Seen:
-        """The same in the CPU's memory."""
+    def cpu(self) -> ForwardPass:
+        """A copy in the CPU's memory."""
         outputs = [Outputs(*(column.cpu() for column in each)) for each in self.outputs]
-        common, asked = (None if part is None else part.cpu() for part in (self.common, self.asked))
-        return Seen(outputs, common, asked, self.by)
+        common, queried = (None if part is None else part.cpu() for part in (self.common, self.queried))
+        return ForwardPass(outputs, common, queried, self.by)
 
     @classmethod
-    def joined(cls, parts: Sequence[Seen]) -> Seen:
-        """Several groups of images as one."""
+    def joined(cls, parts: Sequence[ForwardPass]) -> ForwardPass:
+        """The outputs for several groups of images, joined."""
         if len(parts) == 1:
             return parts[0]
         columns = zip(*(part.outputs for part in parts), strict=True)
         outputs = [Outputs(*(torch.cat(column) for column in zip(*each, strict=True))) for each in columns]
-        common, asked = (_stacked([getattr(part, name) for part in parts]) for name in ("common", "asked"))
-        return cls(outputs, common, asked, parts[0].by)
+        common, queried = (_concatenated([getattr(part, name) for part in parts]) for name in ("common", "queried"))
+        return cls(outputs, common, queried, parts[0].by)
 
 
-def _stacked(parts: list[Tensor | None]) -> Tensor | None:
+def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else None
 
 
 class BankMethod(Method):
-    """A method that runs every task's model and then weighs what they say."""
+    """A method that runs task models and combines their outputs."""
 
     has_task_models = True
     config: MemoryConfig
@@ -128,15 +128,15 @@ class BankMethod(Method):
         self.memory = self.new_memory()
         self.bank = Bank(self.encoder, config, compute, self.normalise, self.generator("adapters"), technique)
         self.held_: list[HeldOut] = []  # one entry a task; empty where nothing was held out
-        self._held_scores: list[Tensor] | None = None  # their in_distribution_score, sorted, once somebody has asked
-        self.memory_outputs_: list[Outputs] = []  # the memory as each task's model sees it
+        self._held_scores: list[Tensor] | None = None  # their in_distribution_score, sorted; computed on demand
+        self.memory_outputs_: list[Outputs] = []  # outputs on the memory's images, one entry a task
 
     def check_splits(self) -> None:
-        """As every method; and the training technique has a say."""
+        """Refuse training by several processes unless method and training technique both allow it."""
         super().check_splits()
         if not self.bank.technique.splits:
             raise TplError(
-                f"technique={self.bank.technique.name} looks at a whole batch, so several processes cannot share one. "
+                f"technique={self.bank.technique.name} needs the whole batch, so several processes cannot share one. "
                 "Start one process, or choose another technique."
             )
 
@@ -146,11 +146,11 @@ class BankMethod(Method):
 
     @abstractmethod
     def conclude(self, task: Task, samples: Samples) -> None:
-        """Keep what later stages need of a task, now that its model is trained: the data will be gone."""
+        """Store what later stages need of a task whose model was just trained: its data will not be available again."""
 
     @abstractmethod
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
-        """How much each task claims each image, `[n, tasks]`; `common` are its `common_features`, if any."""
+        """A score of every task for every image, `[n, tasks]`; `common` are the `common_features`, if any."""
 
     @abstractmethod
     def log_probabilities_of(
@@ -163,17 +163,17 @@ class BankMethod(Method):
 
     @abstractmethod
     def in_distribution_score(self, task: int, outputs: Outputs) -> Tensor:
-        """How sure a task is to know each image, by what no later task can change, `[n]`."""
+        """How much each image looks like one of the task's, `[n]`; later tasks must not change it."""
 
     # Learning
 
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
-        """Train the task's model and conclude."""
+        """Train the task's model, then call `conclude`."""
         run_jobs([self.training_job(task, samples, callback)])
         self.conclude(task, samples)
 
     def training_job(self, task: Task, samples: Samples, callback: Callback) -> TrainingJob:
-        """The task's own classes, and `others` for what is replayed."""
+        """The job that trains a task: its own classes, and one more, `others`, for replayed images."""
         own = len(task.classes)
         replay = self.replay_samples(own)
         outputs = own + (replay is not None)
@@ -186,15 +186,15 @@ class BankMethod(Method):
         training, rotations = self.generator("training"), self.config.rotation_classes
         return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, callback, rotations)
 
-    # Answers
+    # Predictions
 
     @property
     def outputs_are_final(self) -> bool:
-        """Whether a task's outputs on an image stay the same for ever."""
+        """Whether a finished task's outputs never change."""
         return self.bank.protection.final
 
     def common_features(self, pixels: Tensor) -> Tensor | None:
-        """What a method sees of images beside its tasks' models, if anything; no task changes it."""
+        """Features that do not come from task models and that no task changes; None if the method uses none."""
         return None
 
     def capacity(self) -> dict[str, float] | None:
@@ -206,7 +206,7 @@ class BankMethod(Method):
         return self.bank.outputs(pixels, task).features
 
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
-        """Features and logits of some tasks, each of the images it is asked about."""
+        """Features and logits of some tasks, each for the images it is queried with."""
         return self.bank.query(pixels, queries)
 
     def outputs_of(self, task: int, pixels: Tensor) -> Outputs:
@@ -219,31 +219,33 @@ class BankMethod(Method):
         missing = [Query(t) for t in range(len(known), len(self.bank.tasks))]
         return known + self.query(pixels, missing) if missing else known
 
-    def forward(self, pixels: Tensor, want: Collection[str] = (), before: Seen | None = None) -> Seen:
+    def forward(self, pixels: Tensor, want: Collection[str] = (), before: ForwardPass | None = None) -> ForwardPass:
         """Every task's features and logits, and the method's `common_features`."""
-        return Seen(self.outputs(pixels, self._still_true(before)), self._common(pixels, before), by=self)
+        return ForwardPass(self.outputs(pixels, self._reusable(before)), self._common(pixels, before), by=self)
 
-    def _common(self, pixels: Tensor, before: Seen | None) -> Tensor | None:
-        """The `common_features`, which are the same as before if it was this method that saw the images."""
+    def _common(self, pixels: Tensor, before: ForwardPass | None) -> Tensor | None:
+        """The `common_features`, reused from an earlier pass of this method."""
         return before.common if before is not None and before.by is self else self.common_features(pixels)
 
-    def _still_true(self, before: Seen | None) -> list[Outputs]:
-        """What tasks said before and would say again: all, unless a new task has moved them."""
+    def _reusable(self, before: ForwardPass | None) -> list[Outputs]:
+        """Outputs of an earlier pass that are still valid: all, unless a new task has changed them."""
         if before is None or (not self.outputs_are_final and len(before.outputs) < len(self.bank.tasks)):
             return []
         return before.outputs
 
-    def decide(self, seen: Sequence[Seen], want: Collection[str] = (), scores: Tensor | None = None) -> Answers:
-        """Task scores and probabilities from what every task says; `scores` are given if they are known already."""
-        all_ = Seen.joined(seen)
-        scores = self.task_scores(all_.outputs, all_.common) if scores is None else scores
-        log_p = self.log_probabilities_of(all_.outputs, scores, all_.common)
-        unknown = self.unknown_scores_of(all_.outputs) if UNKNOWN in want else None
-        passes = torch.full_like(log_p[:, 0], len(self.bank.tasks) * len(self.bank.views), dtype=torch.long)
-        return Answers(log_p, scores, unknown, passes)
+    def decide(
+        self, passes: Sequence[ForwardPass], want: Collection[str] = (), scores: Tensor | None = None
+    ) -> Answers:
+        """Task scores and class probabilities from all tasks' outputs; `scores`, if given, are not computed again."""
+        joined = ForwardPass.joined(passes)
+        scores = self.task_scores(joined.outputs, joined.common) if scores is None else scores
+        log_p = self.log_probabilities_of(joined.outputs, scores, joined.common)
+        unknown = self.unknown_scores_of(joined.outputs) if UNKNOWN in want else None
+        count = torch.full_like(log_p[:, 0], len(self.bank.tasks) * len(self.bank.views), dtype=torch.long)
+        return Answers(log_p, scores, unknown, count)
 
     def shares_forward(self, other: Method) -> bool:
-        """Whether the other's bank is the one that this was copied from, and both only read what it says."""
+        """Whether this bank is a copy of the other's, and neither method changes how it is queried."""
         return (
             isinstance(other, BankMethod)
             and other.bank is self.bank.same_as
@@ -253,10 +255,10 @@ class BankMethod(Method):
         )
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
-        """log P(class | image) by asking the tasks."""
+        """log P(class | image), `[n, classes]`."""
         return self.answer(pixels).log_p
 
-    # Images held out of training: what tells known from unknown ones
+    # Images held out of training, and the detection of unknown ones
 
     def hold_out(self, held: Samples) -> None:
         """Keep the features of the newest task's held-out images."""
@@ -269,11 +271,11 @@ class BankMethod(Method):
         self._held_scores = None
 
     def held_common(self, pixels: Tensor) -> Tensor | None:
-        """What is kept of held-out images to tell which tasks would be asked about them; None if all always are."""
+        """Stored features that decide which tasks are queried with a held-out image; None if all tasks always are."""
         return None
 
     def held_out_scores(self, task: int) -> Tensor:
-        """Knownness of a task's held-out images under its own model, sorted."""
+        """In-distribution scores of a task's held-out images under its own model, sorted."""
         features = self.held_[task].features
         return self.in_distribution_score(task, Outputs(features, self.bank.logits(features, task))).sort().values
 
@@ -296,26 +298,26 @@ class BankMethod(Method):
     # The memory
 
     def outputs_of_newest(self, samples: Samples) -> Outputs:
-        """What the model just trained says of its training images."""
+        """Outputs of the model that was just trained, for its training images."""
         outputs = self.bank.outputs(samples.pixels, len(self.bank.tasks) - 1)
         if not bool(outputs.features.isfinite().all()):
             raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         return outputs
 
     def remember(self, task: Task) -> None:
-        """Keep some images of a task that was just trained, and show the memory to every task's model."""
-        nobody = torch.zeros(0, self.encoder.dim, device=self.compute.device)
-        self.held_.append(HeldOut(nobody, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
+        """Store some images of a task that was just trained, and compute every task's outputs on the memory."""
+        empty = torch.zeros(0, self.encoder.dim, device=self.compute.device)
+        self.held_.append(HeldOut(empty, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
         self._held_scores = None
         kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
-        self._see_memory(kept)
+        self._update_memory_outputs(kept)
 
     def memory_tasks(self, task_classes: list[tuple[str, ...]]) -> Tensor:
         """The task of every image in the memory."""
         return task_of_class(task_classes).to(self.compute.device)[self.memory.labels.to(self.compute.device)]
 
     def memory_features(self, task: int) -> Tensor | None:
-        """What one task's model sees of the memory."""
+        """Features of the memory's images under one task's model."""
         return self.memory_outputs_[task].features
 
     def remembered(self) -> tuple[Tensor, Tensor]:
@@ -329,32 +331,32 @@ class BankMethod(Method):
         labels = torch.full((len(self.memory),), label, device=self.compute.device)
         return Samples(self.memory.pixels(self.preprocess, self.compute.device), labels) if len(labels) else None
 
-    def _see_memory(self, kept: Tensor) -> None:
-        """Show the memory to every task's model; `kept` are the rows that were there before.
+    def _update_memory_outputs(self, kept: Tensor) -> None:
+        """Compute every task's outputs on the memory; `kept` are the rows that stayed, which now come first.
 
-        What an old model said of an old exemplar stays true where outputs are final.
+        Where outputs are final, those of old tasks on old exemplars are reused.
         """
         pixels = self.memory.pixels(self.preprocess, self.compute.device)
         if self.outputs_are_final:
             rows = kept.to(self.compute.device)
             fresh = pixels[len(kept) :]
-            told = self.query(fresh, [Query(t) for t in range(len(self.memory_outputs_))])
-            for t, (seen, new) in enumerate(zip(self.memory_outputs_, told, strict=True)):
-                self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(seen, new, strict=True)))
+            added = self.query(fresh, [Query(t) for t in range(len(self.memory_outputs_))])
+            for t, (old, new) in enumerate(zip(self.memory_outputs_, added, strict=True)):
+                self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(old, new, strict=True)))
         else:
             self.memory_outputs_ = []
         self.memory_outputs_ = self.outputs(pixels, known=self.memory_outputs_)
 
     def _rearrange_memory(self, origin: Tensor) -> None:
-        """Follow a change of the memory; `origin` is the row that each exemplar was in before, -1 if it is new."""
+        """Reorder the outputs on the memory; `origin` is each exemplar's row before the change, -1 if it is new."""
         if not self.outputs_are_final:
-            self._see_memory(origin[:0])
+            self._update_memory_outputs(origin[:0])
             return
         origin = origin.to(self.compute.device)
         new = origin < 0
         pixels = self.memory.pixels(self.preprocess, self.compute.device)[new]
-        for t, seen in enumerate(self.memory_outputs_):
-            moved = Outputs(*(column[origin.clamp_min(0)] for column in seen))
+        for t, outputs in enumerate(self.memory_outputs_):
+            moved = Outputs(*(column[origin.clamp_min(0)] for column in outputs))
             if bool(new.any()):
                 for column, fresh in zip(moved, self.outputs_of(t, pixels), strict=True):
                     column[new] = fresh
@@ -363,21 +365,21 @@ class BankMethod(Method):
     # Storage
 
     def shared_state(self) -> dict[str, Tensor]:
-        """What a method has learned beyond the bank and the memory, by name."""
+        """Learned tensors beyond bank and memory, by name."""
         return {}
 
     def task_state(self, task: int) -> dict[str, Tensor]:
-        """What it has learned for one task, by name."""
+        """Learned tensors of one task beyond its model, by name."""
         return {}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
-        """Take up what `shared_state` and `task_state` gave; bank and memory are in place."""
+        """Restore what `shared_state` and `task_state` returned; bank and memory are restored already."""
 
     def state(self) -> State:
         """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
         shared = {ADAPTERS + k: v.detach() for k, v in self.bank.adapters.state_dict().items()}
-        for t, seen in enumerate(self.memory_outputs_):
-            shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = seen
+        for t, outputs in enumerate(self.memory_outputs_):
+            shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
             shared["retired"] = self.bank.retired
         tasks = []
@@ -387,7 +389,7 @@ class BankMethod(Method):
         return State(shared | self.shared_state(), tasks)
 
     def load_state(self, state: State) -> None:
-        """Rebuild bank and memory, then what the method has beyond them; the encoder is not asked."""
+        """Restore the bank and the memory's outputs, then the method's own state, without running the encoder."""
         device = self.compute.device
         shared = {k: v.to(device) for k, v in state.shared.items()}
         tasks = [{k: v.to(device) for k, v in own.items()} for own in state.tasks]
@@ -398,8 +400,37 @@ class BankMethod(Method):
             model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
             model.rotation_classes = self.config.rotation_classes
             self.bank.add(model)
-            features = own.get("held.features", own["head_weight"][:0])  # early versions held nothing out
+            features = own.get("held.features", own["head_weight"][:0])  # early versions had no held-out images
             labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))
             self.held_.append(HeldOut(features, labels, own.get("held.common")))
             self.memory_outputs_.append(Outputs(*(shared[f"memory.{t}.{k}"] for k in ("features", "logits"))))
         self.load_own_state(shared, tasks)
+
+
+def learn_together(
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    callbacks: Sequence[Callback],
+    held: Sequence[Samples | None] | None = None,
+) -> None:
+    """Each method learns its task; all of them do, or none if one fails. `held` are images that are not trained on.
+
+    Bank methods with the same encoder, settings and number of images share the passes over the frozen trunk; the result
+    is that of learning alone, up to rounding. Other methods learn one after the other.
+    """
+    held = held or [None] * len(methods)
+    if len(methods) == 1:
+        methods[0].learn(tasks[0], callbacks[0], held[0])
+        return
+    with ExitStack() as attempts:
+        samples = [
+            attempts.enter_context(method.learning(task, callback, apart))
+            for method, task, callback, apart in zip(methods, tasks, callbacks, held, strict=True)
+        ]
+        rows = list(zip(methods, tasks, samples, callbacks, strict=True))
+        run_jobs([m.training_job(task, own, callback) for m, task, own, callback in rows if isinstance(m, BankMethod)])
+        for method, task, own, callback in rows:
+            if isinstance(method, BankMethod):
+                method.conclude(task, own)
+            else:
+                method.learn_task(task, own, callback)

@@ -8,17 +8,22 @@ class here and name it in `PROTECTIONS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.errors import TplError
-from tpl.nets import Adapters, AdapterStack, Trainable, Weights, hat
+from tpl.nets import Adapters, AdapterStack, Trainable, Weights
 
 SPREAD = 0.01  # of the initial scores: at the adapters' learning rates, ranks then change within an epoch
+EMBEDDING_BOUND = 6.0  # after every step HAT's embedding is clamped to +-6
+COSH_BOUND = 50.0  # cosh(50) still fits float32
+
+Scale = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,15 @@ class ProtectConfig(Config):
     )
     protect: str = option(
         "hat",
-        "hat: weights of used units stand still; supsup: random weights, a supermask each",
+        "hat: weights of used units are frozen; supsup: random weights, a supermask per task",
         ("hat", "supsup"),
         group="masks",
     )
     masks: str = option(
-        "binary", "binary: no drift at all; soft: the paper's near-binary ones", ("binary", "soft"), group="masks"
+        "binary",
+        "binary: old tasks' features never change; soft: the paper's near-binary masks",
+        ("binary", "soft"),
+        group="masks",
     )
     s_max: float = option(400.0, "largest scale of the mask's sigmoid", above=1, group="masks")
     sparsity: float = option(0.75, "weight of HAT's regulariser", minimum=0, group="masks")
@@ -104,7 +112,7 @@ class Protection(ABC):
         """The adapters under the stored mask of a finished task."""
 
     def claim(self, kept: Tensor) -> Tensor | None:
-        """The units that a finished task uses, from 0 to 1; None where nothing needs to be protected."""
+        """A finished task's mask over units, from 0 to 1; None where no unit needs protection."""
         return None
 
     @property
@@ -117,11 +125,18 @@ class Protection(ABC):
         return {"units": 0.0, "frozen": 0.0}
 
 
+# HAT: hard attention to the task (Serra et al., 2018)
+
+
 class Hat(Protection):
-    """HAT: a task has an embedding with one entry a unit; its mask is annealed within every epoch (Eq. 2)."""
+    """HAT: a task has an embedding `e` with one entry per unit, and the mask `sigmoid(s * e)` (Eq. 2).
+
+    The scale `s` is annealed within every epoch, so that masks are soft at first and nearly binary at the end. Gates
+    protect the units that a finished task uses. All is float32: the compensation factor spans twenty decades.
+    """
 
     name = "hat"
-    summary = "weights between units that a finished task uses stand still"
+    summary = "weights between units that finished tasks use are frozen"
 
     def initial(self, adapters: Trainable, generator: torch.Generator) -> Tensor:
         """N(0, 1): half of the units are on."""
@@ -130,16 +145,16 @@ class Hat(Protection):
     def masked(self, weights: Weights, own: Tensor, progress: Tensor) -> Masked:
         """The adapters under the mask, at the scale of this point of the epoch."""
         s_max = self.config.s_max
-        scale = hat.scale_at(progress, s_max)
+        scale = scale_at(progress, s_max)
         if self.config.mask_gradient == "analytic":
-            mask: Tensor = hat.AnalyticMask.apply(own, scale, s_max)  # type: ignore[no-untyped-call]
+            mask: Tensor = AnalyticMask.apply(own, scale, s_max)  # type: ignore[no-untyped-call]
         else:
-            mask = hat.soft_mask(own, scale)
+            mask = soft_mask(own, scale)
         return Masked(weights.fold(mask), mask)
 
     def penalty(self, mask: Tensor, used: Tensor | None) -> Tensor:
         """HAT's regulariser: the share of free capacity that the mask uses."""
-        return self.config.sparsity * hat.regulariser(mask, used)
+        return self.config.sparsity * regulariser(mask, used)
 
     def gates(self, weights: Weights, used: Tensor) -> Weights:
         """Zero where both units of a weight are in use."""
@@ -149,12 +164,12 @@ class Hat(Protection):
         """Compensate the embedding's gradient for the annealed scale."""
         if self.config.mask_gradient == "autograd" and own.grad is not None:
             s_max = self.config.s_max
-            own.grad = hat.compensate(own.grad, own.detach(), hat.scale_at(progress, s_max), s_max)
+            own.grad = compensate(own.grad, own.detach(), scale_at(progress, s_max), s_max)
 
     def after_step(self, own: Tensor) -> None:
         """Clamp the embedding to where its sigmoid has a gradient."""
         with torch.no_grad():
-            own.clamp_(-hat.EMBEDDING_BOUND, hat.EMBEDDING_BOUND)
+            own.clamp_(-EMBEDDING_BOUND, EMBEDDING_BOUND)
 
     def finished(self, weights: Weights, kept: Tensor) -> Weights:
         """The adapters under the task's last mask."""
@@ -162,7 +177,7 @@ class Hat(Protection):
 
     def claim(self, kept: Tensor) -> Tensor:
         """The task's mask."""
-        return hat.task_mask(kept, self.config.s_max, self.config.masks)
+        return task_mask(kept, self.config.s_max, self.config.masks)
 
     @property
     def final(self) -> bool:
@@ -173,14 +188,94 @@ class Hat(Protection):
         """Shares of units in use and of frozen weights."""
         if used is None:
             return super().capacity(adapters, used)
-        return {"units": hat.capacity_used(used), "frozen": hat.frozen_share(adapters.gates(used))}
+        return {"units": capacity_used(used), "frozen": frozen_share(adapters.weights.gates(used))}
+
+
+def scale_at(progress: Scale, s_max: float) -> Scale:
+    """The annealed scale: 1/s_max at the start of an epoch (progress 0), towards s_max at its end (1)."""
+    return 1 / s_max + (s_max - 1 / s_max) * progress
+
+
+def soft_mask(embedding: Tensor, scale: Scale) -> Tensor:
+    """sigmoid(s * e), differentiable by autograd; pair it with `compensate`."""
+    return torch.sigmoid(scale * embedding)
+
+
+def binary_mask(embedding: Tensor) -> Tensor:
+    """1 where the unit is on (e > 0), else 0: the limit of the soft mask for s to infinity."""
+    return (embedding > 0).to(embedding.dtype)
+
+
+def task_mask(embedding: Tensor, s_max: float, kind: str) -> Tensor:
+    """The mask a finished task keeps: `binary`, or the paper's `soft` one at s = s_max."""
+    return binary_mask(embedding) if kind == "binary" else soft_mask(embedding, s_max)
+
+
+def compensate(gradient: Tensor, embedding: Tensor, scale: Scale, s_max: float) -> Tensor:
+    """The embedding's gradient, made independent of the annealed scale.
+
+    g * (s_max / s) * (cosh(clip(s e)) + 1) / (cosh(e) + 1). Since d sigmoid(s e)/d e equals
+    s / (2 (cosh(s e) + 1)), this is dL/dm * s_max * sigmoid'(e), whatever s is.
+    """
+    reach = torch.cosh((scale * embedding).clamp(-COSH_BOUND, COSH_BOUND)) + 1
+    return gradient * (s_max / scale) * reach / (torch.cosh(embedding) + 1)
+
+
+class AnalyticMask(torch.autograd.Function):
+    """A soft mask whose backward pass is the compensated gradient itself.
+
+    Autograd computes m (1 - m), and 1 - m rounds to zero once s * e passes 16.6, so units that are
+    on stop learning early while units that are off do not. This form has no such asymmetry; it
+    trains differently, hence it is an option and not the default.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embedding: Tensor, scale: Scale, s_max: float) -> Tensor:
+        """sigmoid(s * e)."""
+        ctx.save_for_backward(embedding)
+        ctx.s_max = s_max
+        return torch.sigmoid(scale * embedding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        """dL/dm * s_max * sigmoid'(e)."""
+        (embedding,) = ctx.saved_tensors
+        open_ = torch.sigmoid(embedding)
+        return grads[0] * ctx.s_max * open_ * (1 - open_), None, None
+
+
+def regulariser(mask: Tensor, used: Tensor | None) -> Tensor:
+    """The share of free capacity that this mask uses: sum m (1 - used) / sum (1 - used).
+
+    One ratio over all units of a network, not a mean over layers; masks `[networks, units]` get one each. Zero when
+    nothing is free.
+    """
+    if used is None:
+        return mask.mean(dim=-1)
+    free = 1 - used
+    return (mask * free).sum(dim=-1) / free.sum(dim=-1).clamp_min(1e-12)
+
+
+def capacity_used(used: Tensor) -> float:
+    """The share of units that any task uses."""
+    return float((used > 0.5).double().mean())
+
+
+def frozen_share(gates: Iterable[Tensor]) -> float:
+    """The share of the adapters' weights that later tasks can no longer train."""
+    gates = list(gates)
+    closed = torch.stack([(1 - gate).double().sum() for gate in gates]).sum()
+    return float(closed) / sum(gate.numel() for gate in gates)
+
+
+# SupSup: supermasks in superposition (Wortsman et al., 2020)
 
 
 class SupSup(Protection):
     """SupSup: a task has a score for every weight of the adapters; biases stay zero."""
 
     name = "supsup"
-    summary = "random weights that nobody trains, a supermask of its own for every task"
+    summary = "random weights that are never trained, a supermask for every task"
     trains_adapters = False
 
     def prepare(self, adapters: Trainable) -> None:

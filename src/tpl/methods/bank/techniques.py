@@ -1,14 +1,12 @@
 """Training-time techniques of OOD detection: how a task's network is trained to tell other images from its own.
 
-A technique sees one network and one task; a new one is made for every task. On a GPU a training step is captured in a
-CUDA graph, so a technique may not branch on a tensor's value, change a shape or draw random numbers: a step is handed
-as many as `numbers` says. To add a technique, write a class here and name it in `TECHNIQUES`.
+A technique overrides parts of `Technique`, plain cross-entropy. To add one, write a class here and add it to
+`TECHNIQUES`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,54 +14,8 @@ import torch.nn.functional as F
 from scipy.special import betaincinv, gammainccinv
 from torch import Tensor
 
-from tpl.engine import IGNORED
-
-
-class Technique:
-    """Plain cross-entropy over the head's outputs."""
-
-    name: ClassVar[str] = "none"
-    summary: ClassVar[str] = "plain cross-entropy"
-    paper: ClassVar[str] = ""
-    splits: ClassVar[bool] = True  # False: the loss of a row depends on other rows, or on its position in the batch
-    outliers: ClassVar[bool] = False  # whether a batch has a second half of stored images of earlier tasks
-    swaps_quarters: ClassVar[bool] = False  # whether `swapped_quarters` of its own images serve the first task as such
-
-    def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
-        """For a task of `own` classes, features of size `dim`, and at most `batch` new images a step."""
-        self.own, self.dim, self.batch, self.device = own, dim, batch, device
-
-    @property
-    def numbers(self) -> int:
-        """How many random numbers, uniform in [0, 1), a step needs."""
-        return 0
-
-    def parameters(self) -> list[Tensor]:
-        """What is trained beside the network, by the same optimiser."""
-        return []
-
-    def mixed(self, images: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
-        """The images `[b, 3, h, w]` that the network is shown in place of these (normalised) ones.
-
-        `labels` are `[b]`: a class of the task, `own` for an image of another task, `IGNORED` for a row that only
-        fills the batch up. The first rows are the new images; `b` is the same at every step of a task.
-        """
-        return images
-
-    def loss(self, z: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
-        """The loss, a scalar, of features `[b, dim]` under a head; `labels` and `draws` are those `mixed` was given."""
-        return F.cross_entropy(F.linear(z, weight, bias), labels, ignore_index=IGNORED)
-
-    def finish(
-        self, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """The head to keep, given all features and labels of the task once the network is trained and frozen."""
-        return weight, bias
-
-    @classmethod
-    def logits(cls, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Logits of a trained head, in float64: those of an image do not depend on the rest of the batch."""
-        return F.linear(z.double(), weight.double(), bias.double())
+from tpl.engine import IGNORED, masked_mean
+from tpl.methods.bank.bank import Technique
 
 
 class LogitNorm(Technique):
@@ -224,7 +176,7 @@ class OE(Technique):
         """CE on the new images + weight * (logsumexp f - mean f) on the outliers, if there are any."""
         logits, outlying = F.linear(z, weight, bias), labels == self.own
         entropy = F.cross_entropy(logits, torch.where(outlying, IGNORED, labels), ignore_index=IGNORED)
-        return entropy + self.outlier_weight * mean_over(to_uniform(logits), outlying)
+        return entropy + self.outlier_weight * masked_mean(to_uniform(logits), outlying)
 
 
 class MixOE(BoxTechnique):
@@ -269,7 +221,7 @@ class MixOE(BoxTechnique):
         )
         pasted = self.box(draws).float().mean()
         mixed = torch.lerp(entropies, to_uniform(logits), pasted)
-        return mean_over(entropies, new) + self.mixture_weight * mean_over(mixed, mixture)
+        return masked_mean(entropies, new) + self.mixture_weight * masked_mean(mixed, mixture)
 
     def _mixture(self, labels: Tensor) -> Tensor:
         """Rows of outliers whose new image, half a batch before them, counts: there are none in the first task."""
@@ -326,7 +278,7 @@ class VOS(Technique):
         """Cross-entropy + weight * uncertainty loss, once every class's queue is full."""
         self.keep(z.detach(), labels)
         logits, virtual = F.linear(z, weight, bias), F.linear(self.virtual(draws), weight, bias)
-        uncertainty = mean_over(F.softplus(-self._real(logits)), labels != IGNORED)
+        uncertainty = masked_mean(F.softplus(-self._real(logits)), labels != IGNORED)
         uncertainty = uncertainty + F.softplus(self._real(virtual)).mean()
         full = (self.seen >= self.queue_size).all()
         entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED)
@@ -467,11 +419,6 @@ def energy(logits: Tensor) -> Tensor:
     return -logits.logsumexp(dim=1)
 
 
-def mean_over(values: Tensor, rows: Tensor) -> Tensor:
-    """The mean of the values `[b]` where `rows` is true, 0 where it is nowhere."""
-    return torch.where(rows, values, 0).sum() / rows.sum().clamp_min(1)
-
-
 def to_uniform(logits: Tensor) -> Tensor:
     """Cross-entropy of every row to the uniform distribution: logsumexp f - mean f."""
     return logits.logsumexp(dim=1) - logits.mean(dim=1)
@@ -480,7 +427,7 @@ def to_uniform(logits: Tensor) -> Tensor:
 def mixed_entropy(logits: Tensor, labels: Tensor, others: Tensor, share: Tensor) -> Tensor:
     """The mean cross-entropy to `share` of a row's label and the rest of its partner's."""
     own, other = (F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="none") for y in (labels, others))
-    return mean_over(torch.lerp(other, own, share), labels != IGNORED)
+    return masked_mean(torch.lerp(other, own, share), labels != IGNORED)
 
 
 def partners(labels: Tensor, draws: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training jobs: one task under a protection, in one bank or in several at once.
+"""Training jobs: training one task's model in its bank, for one bank or several at once.
 
 A frozen trunk is shared, so runs that differ only in class order or seed can be trained in one pass over it: their
 adapters, norms, masks and heads are stacked along a first axis, each network has its own part of the batch, and one
@@ -28,9 +28,8 @@ from tpl.engine import (
     batches_of_images,
     train,
 )
-from tpl.methods.bank.bank import Bank, TaskModel
+from tpl.methods.bank.bank import Bank, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import Technique
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class TrainingJob:
         return *network, first, len(self.samples), replayed, self.outputs, self.rotations, self.recipe.part(Recipe)
 
     def equals(self, other: TrainingJob) -> bool:
-        """Whether both would end with identical weights, since all their inputs are the same."""
+        """Whether both jobs have the same inputs, and so would end with identical weights."""
         a, b = self.bank, other.bank
         return (
             self.kind == other.kind
@@ -93,7 +92,7 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
         for job in alike:
             twins = next((group for group in groups if group[0].equals(job)), None)
             groups.append([job]) if twins is None else twins.append(job)
-        firsts = [replace(group[0], callback=_listener_of(group)) for group in groups]
+        firsts = [replace(group[0], callback=_to_all(group)) for group in groups]
         for together in [firsts] if firsts[0].bank.encoder.pretrained else [[job] for job in firsts]:
             _train_together(together)
         for first, *twins in groups:
@@ -101,7 +100,9 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
                 twin.bank.copy_newest(first.bank)
 
 
-def _listener_of(group: list[TrainingJob]) -> Callback:
+def _to_all(group: list[TrainingJob]) -> Callback:
+    """A callback that passes events on to every job of the group."""
+
     def callback(event: Event) -> None:
         for job in group:
             job.callback(event)
@@ -190,8 +191,8 @@ class BankObjective:
     def parameters(self) -> list[Tensor]:
         """Everything that is trained."""
         adapters = self.adapters if self.protection.trains_adapters else ()
-        beside = [p for technique in self.techniques for p in technique.parameters()]
-        return [*adapters, self.embedding, self.norms, self.head_weight, self.head_bias, *beside]
+        extra = [p for technique in self.techniques for p in technique.parameters()]
+        return [*adapters, self.embedding, self.norms, self.head_weight, self.head_bias, *extra]
 
     def protect(self, optimiser: GatedSGD) -> None:
         """Freeze every weight that an earlier task uses."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.engine import IGNORED
+from tpl.engine import IGNORED, masked_mean
 from tpl.methods.parts.network import CrossEntropy, Network
 
 Teacher = tuple[Network, Sequence[slice]]  # a frozen network, and the groups of classes that are distilled from it
@@ -31,11 +31,6 @@ def kd(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Te
     log_p = (teacher_logits / temperature).log_softmax(dim=1)
     log_q = (student_logits / temperature).log_softmax(dim=1)
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1)
-
-
-def mean_of(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean of the values `[n]` where `counted` is true, 0 where it is nowhere; other values may be anything."""
-    return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp_min(1)
 
 
 def class_slices(sizes: Sequence[int]) -> list[slice]:
@@ -65,10 +60,10 @@ class Distillation(CrossEntropy):
         entropies = F.cross_entropy(logits, labels, reduction="none")
         if self.class_weights is not None:
             entropies = entropies * self.class_weights[labels.clamp_min(0)]
-        loss = mean_of(entropies, counted)
+        loss = masked_mean(entropies, counted)
         for teacher_logits, groups in taught:
             for columns in groups:
-                divergence = mean_of(kd(logits[:, columns], teacher_logits[:, columns], self.temperature), counted)
+                divergence = masked_mean(kd(logits[:, columns], teacher_logits[:, columns], self.temperature), counted)
                 loss = loss + self.temperature**2 * _width(columns) / self.distilled * divergence
         return loss
 

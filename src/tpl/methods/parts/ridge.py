@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.scores.base import in_blocks
+from tpl.scores.distances import in_blocks
 
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 1024, 10_000  # random features: with fewer, small problems lose points and large ones stay small

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tpl.scores.encoded import EncoderSpace
+from tpl.methods.bank.imageless import EncoderSpace
 
 DIM, OWNER, SIZES = 6, torch.tensor([0, 0, 1, 2, 2]), (2, 1, 2)
 

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
-from tpl.nets import Adapters, hat
+from tpl.methods.bank import protect
+from tpl.nets import Adapters
 from tpl.nets.blocks import AdapterMasks, adapt
 
 
 def test_scale_rises_from_the_inverse_and_never_reaches_the_maximum() -> None:
-    scales = [hat.scale_at(b / 79, 400.0) for b in range(79)]
+    scales = [protect.scale_at(b / 79, 400.0) for b in range(79)]
     assert scales[0] == 1 / 400
     assert all(a < b for a, b in itertools.pairwise(scales))
     assert scales[-1] < 400
@@ -22,11 +23,11 @@ def test_scale_rises_from_the_inverse_and_never_reaches_the_maximum() -> None:
 
 def test_regulariser_is_the_mean_mask_at_first_and_counts_free_units_later() -> None:
     mask = torch.tensor([1.0, 0.5, 0.0, 1.0])
-    assert hat.regulariser(mask, None) == pytest.approx(2.5 / 4)
+    assert protect.regulariser(mask, None) == pytest.approx(2.5 / 4)
     used = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    assert hat.regulariser(mask, used) == pytest.approx(0.5 / 2)
-    assert hat.regulariser(used, used) == 0  # a mask inside what is used costs nothing
-    assert hat.regulariser(mask, torch.ones(4)) == 0  # and a full network is no 0/0
+    assert protect.regulariser(mask, used) == pytest.approx(0.5 / 2)
+    assert protect.regulariser(used, used) == 0  # a mask inside what is used costs nothing
+    assert protect.regulariser(mask, torch.ones(4)) == 0  # and a full network is no 0/0
 
 
 @pytest.mark.parametrize("scale", [1 / 400, 1.0, 20.0, 400.0])
@@ -34,9 +35,9 @@ def test_compensated_gradient_does_not_depend_on_the_scale(scale: float) -> None
     """g * factor = dL/dm * s_max * sigmoid'(e) wherever |s e| is small enough for float32."""
     embedding = torch.tensor([-0.03, -0.01, 0.005, 0.02], requires_grad=True)
     pull = torch.tensor([1.0, -2.0, 3.0, 0.5])
-    (hat.soft_mask(embedding, scale) * pull).sum().backward()
+    (protect.soft_mask(embedding, scale) * pull).sum().backward()
     assert embedding.grad is not None
-    compensated = hat.compensate(embedding.grad, embedding.detach(), scale, 400.0)
+    compensated = protect.compensate(embedding.grad, embedding.detach(), scale, 400.0)
     open_ = torch.sigmoid(embedding.detach())
     torch.testing.assert_close(compensated, pull * 400 * open_ * (1 - open_), rtol=2e-3, atol=0)
 
@@ -44,22 +45,22 @@ def test_compensated_gradient_does_not_depend_on_the_scale(scale: float) -> None
 def test_compensation_is_the_published_factor() -> None:
     g, e, s = torch.tensor([0.7]), torch.tensor([0.11]), 37.0
     factor = 400 / s * (math.cosh(s * 0.11) + 1) / (math.cosh(0.11) + 1)
-    torch.testing.assert_close(hat.compensate(g, e, s, 400.0), g * factor)
+    torch.testing.assert_close(protect.compensate(g, e, s, 400.0), g * factor)
 
 
 def test_compensation_stays_finite_at_the_extremes() -> None:
     embedding = torch.tensor([-6.0, -0.2, 0.0, 0.2, 6.0], requires_grad=True)
     for scale in (1 / 400, 400.0):
         embedding.grad = None
-        hat.soft_mask(embedding, scale).sum().backward()
+        protect.soft_mask(embedding, scale).sum().backward()
         assert embedding.grad is not None
-        assert hat.compensate(embedding.grad, embedding.detach(), scale, 400.0).isfinite().all()
+        assert protect.compensate(embedding.grad, embedding.detach(), scale, 400.0).isfinite().all()
 
 
 def test_analytic_mask_has_the_soft_masks_value_and_the_compensated_gradient() -> None:
     embedding = torch.tensor([-0.5, 0.01, 2.0], requires_grad=True)
-    mask = hat.AnalyticMask.apply(embedding, 50.0, 400.0)
-    torch.testing.assert_close(mask, hat.soft_mask(embedding, 50.0))
+    mask = protect.AnalyticMask.apply(embedding, 50.0, 400.0)
+    torch.testing.assert_close(mask, protect.soft_mask(embedding, 50.0))
     mask.sum().backward()
     open_ = torch.sigmoid(embedding.detach())
     torch.testing.assert_close(embedding.grad, 400 * open_ * (1 - open_))
@@ -68,7 +69,7 @@ def test_analytic_mask_has_the_soft_masks_value_and_the_compensated_gradient() -
 def test_gates_protect_a_weight_only_between_two_used_units() -> None:
     adapters = Adapters(count=1, dim=3, latent=2)
     used = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])  # hidden units 0, 1; outputs 0, 1, 2
-    gates = adapters.gates(used)
+    gates = adapters.weights.gates(used)
     assert gates.down_weight[0].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert gates.down_bias[0].tolist() == [0, 1]
     assert gates.up_weight[0].tolist() == [[1, 1], [0, 1], [0, 1]]
