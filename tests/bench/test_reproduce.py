@@ -16,7 +16,7 @@ from tpl import TplError
 from tpl.bench.metrics import matrix_of
 from tpl.bench.paper import Row, find_rows
 from tpl.bench.paper.judge import Run, judge, read_runs
-from tpl.bench.reproduce import ORDERS, Settings, obstacle, plan, run_rows
+from tpl.bench.reproduce import ORDERS, RowSettings, obstacle, plan, run_rows
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
 
@@ -269,7 +269,7 @@ def test_what_this_program_lacks() -> None:
 
 
 def test_a_row_takes_one_run_per_class_order(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, data=tmp_path, orders=("natural", "random:7"), seed=3, options={"epochs": 2})
+    settings = RowSettings(tmp_path, data=tmp_path, orders=("natural", "random:7"), seed=3, options={"epochs": 2})
     (specs,) = plan(row(), settings)
     assert [spec.order for spec in specs] == ["natural", "random:7"]
     for spec in specs:
@@ -281,25 +281,25 @@ def test_a_row_takes_one_run_per_class_order(tmp_path: Path) -> None:
 
 
 def test_rows_bring_their_options_along(tmp_path: Path) -> None:
-    (specs,) = plan(row("small-memory/tpl/c100-10t"), Settings(tmp_path))
+    (specs,) = plan(row("small-memory/tpl/c100-10t"), RowSettings(tmp_path))
     assert specs[0].all_options()["memory"] == 1000
-    (specs,) = plan(row("small-memory/tpl/c100-10t"), Settings(tmp_path, options={"memory": 7}))
+    (specs,) = plan(row("small-memory/tpl/c100-10t"), RowSettings(tmp_path, options={"memory": 7}))
     assert specs[0].all_options()["memory"] == 7
-    (specs,) = plan(row("beta/0.9-25.0/c10-5t"), Settings(tmp_path))
+    (specs,) = plan(row("beta/0.9-25.0/c10-5t"), RowSettings(tmp_path))
     assert (specs[0].all_options()["beta1"], specs[0].all_options()["beta2"]) == (0.9, 500.0)
 
 
 def test_forgetting_takes_joint_runs_too(tmp_path: Path) -> None:
-    mine, joint = plan(row("forgetting/tpl-pfi/c100-10t"), Settings(tmp_path, options={"epochs": 2, "k": 3}))
+    mine, joint = plan(row("forgetting/tpl-pfi/c100-10t"), RowSettings(tmp_path, options={"epochs": 2, "k": 3}))
     assert (mine[0].method, joint[0].method) == ("tpl", "joint")
     assert joint[0].all_options()["epochs"] == 2
     assert "k" not in joint[0].all_options()  # the bound takes what it has
 
 
 def test_weights_may_be_a_folder(tmp_path: Path) -> None:
-    (specs,) = plan(row(), Settings(tmp_path, weights=tmp_path))
+    (specs,) = plan(row(), RowSettings(tmp_path, weights=tmp_path))
     assert specs[0].weights == tmp_path / f"{ENCODER}.safetensors"
-    (specs,) = plan(row(), Settings(tmp_path, weights=tmp_path / "file"))
+    (specs,) = plan(row(), RowSettings(tmp_path, weights=tmp_path / "file"))
     assert specs[0].weights == tmp_path / "file"
 
 
@@ -314,17 +314,17 @@ def test_each_run_is_made_once_whatever_rows_need_it(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("tpl.bench.run.execute_together", execute_together)
     rows = find_rows(["encoders/deit-small/c100-10t", "main/tpl-pfi/c100-10t"])
-    runs = run_rows(rows, Settings(tmp_path), lambda event: None)
+    runs = run_rows(rows, RowSettings(tmp_path), lambda event: None)
     assert len(calls) == 1 and [spec.order for spec in calls[0]] == list(ORDERS)
     assert len(runs) == 3 and len({run.place for run in runs}) == 3
     assert all(run.result.matrices["cil"][9, 0] == 0.8 for run in runs)
-    assert run_rows([], Settings(tmp_path), lambda event: None) == []
+    assert run_rows([], RowSettings(tmp_path), lambda event: None) == []
     with pytest.raises(TplError, match="named twice"):
-        run_rows(rows, Settings(tmp_path, orders=("natural", "natural")), lambda event: None)
+        run_rows(rows, RowSettings(tmp_path, orders=("natural", "natural")), lambda event: None)
 
 
 def test_rows_without_pre_training_take_settings_of_their_own_and_no_weight_file(tmp_path: Path) -> None:
-    (specs,) = plan(row("resnet18/tpl/c100-10t"), Settings(tmp_path, weights=tmp_path))
+    (specs,) = plan(row("resnet18/tpl/c100-10t"), RowSettings(tmp_path, weights=tmp_path))
     options = specs[0].all_options()
     assert specs[0].weights is None
     assert (options["augment"], options["schedule"], options["lr"]) == ("crop", "cosine", 0.05)

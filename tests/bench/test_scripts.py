@@ -72,7 +72,7 @@ def test_the_strength_of_a_ridge_is_measured(
     labels = torch.arange(20).repeat(30)
     save_file({"z": torch.randn(600, 8, generator=g) + 4 * labels[:, None] % 7, "y": labels}, tmp_path / "features")
     split = module.Split.of(tmp_path / "features", "cpu")
-    ridge = module.learned(split, [None] * 20, module.RidgeConfig(width=16), memory=True)
+    ridge = module.learned(split, [None] * 20, module.RidgeConfig(random_features=16), memory=True)
     module.report(split, ridge, ridge="error")
     line = json.loads(capsys.readouterr().out)
     assert line["ridge"] == "error" and 0 <= line["accuracy"] <= 100

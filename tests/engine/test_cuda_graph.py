@@ -11,8 +11,9 @@ import torch
 
 from tpl.engine import Batches, CapturedStep, Feed, Recipe, Samples, Step, choose_compute
 from tpl.methods.bank import Bank
+from tpl.methods.bank.bank import Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.techniques import TECHNIQUES, VOS, Technique
+from tpl.methods.bank.techniques import TECHNIQUES, VOS
 from tpl.methods.bank.training import BankObjective
 from tpl.nets import create_encoder
 from tpl.stream import Preprocess

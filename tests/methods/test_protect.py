@@ -13,7 +13,7 @@ from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.engine import Event
 from tpl.methods.bank import protect
-from tpl.methods.bank.protect import PROTECTIONS, Hat, ProtectConfig, SupSup
+from tpl.methods.bank.protect import PROTECTIONS, HatMasks, ProtectConfig, SupSupMasks
 from tpl.methods.tpl import TPL
 from tpl.nets import Adapters, AdapterStack
 from tpl.stream import Stream
@@ -40,8 +40,8 @@ def stacked(*adapters: Adapters) -> AdapterStack:
     return AdapterStack(*(torch.stack(parts) for parts in zip(*(a.weights for a in adapters), strict=True)))
 
 
-def prepared(share: float) -> tuple[SupSup, Adapters]:
-    supsup, adapters = SupSup(ProtectConfig(supermask=share)), some_adapters()
+def prepared(share: float) -> tuple[SupSupMasks, Adapters]:
+    supsup, adapters = SupSupMasks(ProtectConfig(supermask=share)), some_adapters()
     supsup.prepare(adapters)
     return supsup, adapters
 
@@ -56,7 +56,7 @@ def opened(weights: AdapterStack, masked: AdapterStack) -> Tensor:
     return torch.stack(counts)
 
 
-# SupSup, on its own
+# SupSupMasks, on its own
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2, 1.0, 1e-6])
@@ -90,7 +90,7 @@ def test_the_gradient_passes_straight_through_to_the_scores() -> None:
 
 
 def test_networks_side_by_side_have_masks_of_their_own() -> None:
-    supsup = SupSup(ProtectConfig(supermask=0.2))
+    supsup = SupSupMasks(ProtectConfig(supermask=0.2))
     networks = [some_adapters(seed) for seed in (0, 1)]
     for adapters in networks:
         supsup.prepare(adapters)
@@ -132,7 +132,7 @@ def test_supermasks_hold_nothing_and_cost_nothing() -> None:
     assert supsup.final and not supsup.trains_adapters
 
 
-# SupSup, under a method
+# SupSupMasks, under a method
 
 
 def supsup_learner(**options: object) -> tuple[Learner, TPL]:
@@ -218,7 +218,7 @@ def test_a_bank_of_supermasks_is_never_full(trained: Trained) -> None:
 @pytest.mark.parametrize("mask_gradient", ["autograd", "analytic"])
 def test_hats_mask_and_its_gradient_are_its_arithmetic(mask_gradient: str) -> None:
     config = ProtectConfig(mask_gradient=mask_gradient)
-    protection, adapters = Hat(config), some_adapters()
+    protection, adapters = HatMasks(config), some_adapters()
     own = protection.initial(adapters, random()).unsqueeze(0).requires_grad_()
     assert own.shape == (1, adapters.units)
     scale = protect.scale_at(NOW, config.s_max)
@@ -243,7 +243,7 @@ def test_hats_mask_and_its_gradient_are_its_arithmetic(mask_gradient: str) -> No
 @pytest.mark.parametrize("masks", ["binary", "soft"])
 def test_a_finished_hat_task_sees_and_claims_its_last_mask(masks: str) -> None:
     config = ProtectConfig(masks=masks)
-    protection, adapters = Hat(config), some_adapters()
+    protection, adapters = HatMasks(config), some_adapters()
     kept = protection.kept(adapters.weights, protection.initial(adapters, random()))
     mask = protect.task_mask(kept, config.s_max, masks)
     assert torch.equal(protection.claim(kept), mask)
@@ -257,7 +257,7 @@ def test_a_finished_hat_task_sees_and_claims_its_last_mask(masks: str) -> None:
 
 
 def test_hats_penalty_and_gates_are_its_arithmetic() -> None:
-    protection, adapters = Hat(ProtectConfig(sparsity=0.3)), some_adapters()
+    protection, adapters = HatMasks(ProtectConfig(sparsity=0.3)), some_adapters()
     mask = torch.rand(2, adapters.units, generator=random())
     used = (torch.rand(2, adapters.units, generator=random(1)) > 0.5).float()
     torch.testing.assert_close(protection.penalty(mask, None), 0.3 * mask.mean(dim=1))

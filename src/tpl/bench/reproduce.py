@@ -22,8 +22,8 @@ ORDERS = ("natural", "random:1", "random:2")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of the runs behind rows."""
+class RowSettings:
+    """RowSettings of the runs behind rows."""
 
     out: Path
     data: Path | None = None
@@ -67,7 +67,7 @@ def obstacle(row: Row) -> str | None:
     return f"no option {', '.join(unknown)} of {row.method}" if unknown else None
 
 
-def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
+def plan(row: Row, settings: RowSettings) -> Iterator[list[RunSpec]]:
     """The runs behind a row, in batches that differ only in the class order and can train side by side."""
     from tpl.bench.spec import RunSpec
     from tpl.methods import find_method
@@ -98,7 +98,7 @@ def plan(row: Row, settings: Settings) -> Iterator[list[RunSpec]]:
             ]
 
 
-def run_rows(rows: Sequence[Row], settings: Settings, callback: Callback) -> list[Run]:
+def run_rows(rows: Sequence[Row], settings: RowSettings, callback: Callback) -> list[Run]:
     """Make the runs behind rows, each once; runs that an earlier call finished are read, not repeated."""
     if not rows:
         return []

@@ -18,7 +18,7 @@ from tpl.errors import TplError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpl.export.file import Comparison, Exported
+    from tpl.export.file import Agreement, Exported
     from tpl.learner import Learner
     from tpl.stream import Labelled
 
@@ -76,7 +76,7 @@ def export(
     _print(learner, made, measured)
 
 
-def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Comparison, list[str]]:
+def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> tuple[Agreement, list[str]]:
     """Compare model and file on labelled images; also name the images that could not be read."""
     from tpl.console import work_progress
     from tpl.export.file import compare
@@ -103,7 +103,7 @@ def _measured(learner: Learner, file: Path, given: Labelled, as_json: bool) -> t
 
 
 def _report(
-    model: Path, learner: Learner, made: Exported, measured: Comparison | None, left_out: list[str]
+    model: Path, learner: Learner, made: Exported, measured: Agreement | None, left_out: list[str]
 ) -> dict[str, Any]:
     preprocess = learner.method.preprocess
     return {
@@ -120,7 +120,7 @@ def _report(
     }
 
 
-def _print(learner: Learner, made: Exported, measured: Comparison | None) -> None:
+def _print(learner: Learner, made: Exported, measured: Agreement | None) -> None:
     preprocess, classes, tasks = learner.method.preprocess, len(learner.classes_), len(learner.tasks_)
     where = escape(str(made.file))
     out.print(f"[bold]{where}[/]: {size(made.bytes)}, {made.precision}", soft_wrap=True, highlight=False)
@@ -138,7 +138,7 @@ def _print(learner: Learner, made: Exported, measured: Comparison | None) -> Non
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _compared(found: Comparison) -> str:
+def _compared(found: Agreement) -> str:
     return (
         f"the model's class on {found.same} of {found.images} images; probabilities differ by {found.probability:.1g} "
         "at most"

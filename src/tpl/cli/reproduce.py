@@ -34,8 +34,8 @@ from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.paper import Row
-    from tpl.bench.paper.judge import Finding, Group, Judgement
-    from tpl.bench.reproduce import Settings
+    from tpl.bench.paper.judge import Finding, Judgement, RunGroup
+    from tpl.bench.reproduce import RowSettings
 
 COLOURS = {"reached": "green", "missed": "red", "no evidence": "yellow", "shown": "default"}
 
@@ -110,9 +110,9 @@ def reproduce(
     if evidence is not None:
         judgements = _judge_folder(found, evidence, options, names, tolerance)
     else:
-        from tpl.bench.reproduce import ORDERS, Settings
+        from tpl.bench.reproduce import ORDERS, RowSettings
 
-        settings = Settings(directory, data, weights, download, names or ORDERS, seed, device, precision, options)
+        settings = RowSettings(directory, data, weights, download, names or ORDERS, seed, device, precision, options)
         judgements = _judge_new_runs(found, settings, tolerance, as_json)
     _print_verdicts(judgements, tolerance, as_json)
     if any(judgement.verdict in ("missed", "no evidence") for judgement in judgements):
@@ -135,7 +135,7 @@ def _judge_folder(
     return judgements
 
 
-def _judge_new_runs(rows: Sequence[Row], settings: Settings, tolerance: float, as_json: bool) -> list[Judgement]:
+def _judge_new_runs(rows: Sequence[Row], settings: RowSettings, tolerance: float, as_json: bool) -> list[Judgement]:
     from tpl.bench.paper.judge import judge
     from tpl.bench.reproduce import obstacle, run_rows
     from tpl.console import run_progress
@@ -242,8 +242,8 @@ def _spread(std: float | None) -> str:
 def _print_evidence(judgements: Sequence[Judgement]) -> None:
     """Print each group of runs behind the numbers once, with the rows it is used for."""
     rows: dict[str, list[str]] = {}
-    used: dict[str, Group] = {}
-    unused: dict[str, tuple[Group, Group]] = {}
+    used: dict[str, RunGroup] = {}
+    unused: dict[str, tuple[RunGroup, RunGroup]] = {}
     for judgement in judgements:
         for group in judgement.used:
             key = group.runs[0].settings()
@@ -264,8 +264,8 @@ def _print_evidence(judgements: Sequence[Judgement]) -> None:
         out.print()
 
 
-def _facts(group: Group) -> Table:
-    """Settings, class orders, seeds, hashes, commit and device of a group of runs."""
+def _facts(group: RunGroup) -> Table:
+    """RowSettings, class orders, seeds, hashes, commit and device of a group of runs."""
     shared, runs = group.description, [run.description for run in group.runs]
     environments = [run.get("environment", {}) for run in runs]
     lines = {
@@ -284,7 +284,7 @@ def _facts(group: Group) -> Table:
     return table
 
 
-def _other(group: Group, judged: Group) -> str:
+def _other(group: RunGroup, judged: RunGroup) -> str:
     """How a group's settings differ from those of the judged group, and its results."""
     mine, theirs = _settings(group), _settings(judged)
     names = [*mine, *(name for name in theirs if name not in mine)]
@@ -295,15 +295,15 @@ def _other(group: Group, judged: Group) -> str:
     return f"{apart.strip()}: {_numbers(group)}; {_each(group.orders())}; {places}"
 
 
-def _subject(group: Group) -> tuple[str, str]:
+def _subject(group: RunGroup) -> tuple[str, str]:
     return group.description["benchmark"], group.description["method"]
 
 
-def _settings(group: Group) -> dict[str, Any]:
+def _settings(group: RunGroup) -> dict[str, Any]:
     return {**group.description["options"], "precision": group.description.get("precision")}
 
 
-def _numbers(group: Group) -> str:
+def _numbers(group: RunGroup) -> str:
     measured = {title: group.measure(title.lower()) for title in ("Last", "AIA", "TIL")}
     numbers = (f"{title} {100 * value[0]:.2f}" for title, value in measured.items() if value is not None)
     return f"{' on '.join(reversed(_subject(group)))}, {', '.join(numbers)}"

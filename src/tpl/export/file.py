@@ -40,7 +40,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Agreement:
     """How a file's answers compare with its model's. `right` counts only images whose class the model knows."""
 
     images: int = 0
@@ -72,7 +72,7 @@ class Exported:
     precision: str
     bytes: int
     outputs: tuple[str, ...]
-    comparison: Comparison
+    comparison: Agreement
 
 
 def export_onnx(learner: Learner, file: Path | str, precision: str = "fp32") -> Exported:
@@ -227,11 +227,11 @@ def open_session(file: Path) -> Any:
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
-def compare(learner: Learner, file: Path, batches: Iterable[tuple[Tensor, Sequence[str] | None]]) -> Comparison:
+def compare(learner: Learner, file: Path, batches: Iterable[tuple[Tensor, Sequence[str] | None]]) -> Agreement:
     """Compare both on images of the encoder's size, with the names of their classes where these are known."""
     session = open_session(file)
     place = {name: i for i, name in enumerate(learner.classes_)}
-    total = Comparison()
+    total = Agreement()
     for pixels, names in batches:
         for start in range(0, len(pixels), AT_ONCE):
             part = pixels[start : start + AT_ONCE]
@@ -240,7 +240,7 @@ def compare(learner: Learner, file: Path, batches: Iterable[tuple[Tensor, Sequen
     return total
 
 
-def on_stored_images(learner: Learner, file: Path) -> Comparison:
+def on_stored_images(learner: Learner, file: Path) -> Agreement:
     """Compare on a few images of the replay memory, or on noise where there are none."""
     memory, preprocess = learner.method.memory, learner.method.preprocess
     if memory is not None and len(memory):
@@ -265,11 +265,11 @@ def _answers(session: Any, pixels: Tensor) -> NDArray[np.float64]:
 
 
 def _added(
-    total: Comparison, file: NDArray[np.float64], model: NDArray[np.float64], truth: list[int] | None
-) -> Comparison:
+    total: Agreement, file: NDArray[np.float64], model: NDArray[np.float64], truth: list[int] | None
+) -> Agreement:
     best, expected = file.argmax(axis=1), model.argmax(axis=1)
     labels = np.array(truth if truth is not None else [-1] * len(file))
-    return Comparison(
+    return Agreement(
         total.images + len(file),
         total.same + int((best == expected).sum()),
         max(total.probability, float(np.abs(np.exp(file) - np.exp(model)).max(initial=0))),

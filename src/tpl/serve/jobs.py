@@ -30,7 +30,7 @@ def new_id() -> str:
 
 
 @dataclass
-class Job:
+class LearningJob:
     """One task to learn, and how far it has come."""
 
     id: str
@@ -81,8 +81,8 @@ class JobQueue:
 
     def __init__(self, source: ModelSource, limits: Limits, reload: Callable[[], Awaitable[None]]) -> None:
         self.source, self.limits, self.reload = source, limits, reload
-        self._jobs: dict[str, Job] = {}
-        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._jobs: dict[str, LearningJob] = {}
+        self._queue: asyncio.Queue[LearningJob] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -95,13 +95,13 @@ class JobQueue:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def find(self, id: str) -> Job:
+    def find(self, id: str) -> LearningJob:
         """A job by its id."""
         if id not in self._jobs:
             raise Refusal(404, f"There is no task {id!r}; it may have ended long ago, or belong to an earlier server.")
         return self._jobs[id]
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[LearningJob]:
         """All jobs that are kept, oldest first."""
         return list(self._jobs.values())
 
@@ -114,7 +114,7 @@ class JobQueue:
         if sum(not job.ended for job in self.all()) > self.limits.queue:
             raise Refusal(429, "Too many tasks are waiting to be learned; try again later.", Retry_After="60")
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: LearningJob) -> None:
         """Put a job in the queue; its classes and name must not be those of a job that has not ended."""
         self.check_room()
         expected = {name for other in self.all() if not other.ended for name in other.classes}
@@ -142,7 +142,7 @@ class JobQueue:
             finally:
                 job.archive.unlink(missing_ok=True)
 
-    async def _learn(self, job: Job) -> None:
+    async def _learn(self, job: LearningJob) -> None:
         source = self.source
         spec = JobSpec(
             str(source.path.resolve()),
@@ -180,7 +180,7 @@ class JobQueue:
             hint = " (it may have run out of memory)" if process.returncode == -9 else ""
             job.fail(f"Learning ended with exit code {process.returncode}{hint}; see the log.")
 
-    async def _serve(self, job: Job) -> str:
+    async def _serve(self, job: LearningJob) -> str:
         """Serve the new model; returns the job's message."""
         try:
             await self.reload()

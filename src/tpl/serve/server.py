@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tpl.engine import uses_cuda_graphs
 from tpl.errors import TplError
 from tpl.serve.errors import Refusal, log
-from tpl.serve.jobs import STATES, Job, JobQueue, new_id
+from tpl.serve.jobs import STATES, JobQueue, LearningJob, new_id
 from tpl.serve.model import Batcher, CurrentModel, ImageQuery, ModelSource, ServedModel
 from tpl.serve.security import Access
 from tpl.serve.uploads import Limits, check_archive, prepare, shown_name
@@ -170,7 +170,7 @@ class Server:
         self.metrics.images.labels("answered").inc()
         return {"path": name} | reply.to_dict()
 
-    def make_job(self, upload: UploadFile, given: object) -> Job:
+    def make_job(self, upload: UploadFile, given: object) -> LearningJob:
         """A job from an uploaded zip of class folders, checked as far as possible without decoding images."""
         title, method = shown_name(upload), self.model.current.learner.method
         if method.cumulative:
@@ -190,7 +190,7 @@ class Server:
         except BaseException:
             archive.unlink(missing_ok=True)
             raise
-        return Job(job_id, archive, title, name, classes)
+        return LearningJob(job_id, archive, title, name, classes)
 
     def _task_name(self, given: object, title: str) -> str:
         """The given name, which must be new; without one, the name of the file."""

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_tasks import EVERY, PIXELS, SIDE, make, random, some_batch, some_network, step_loss
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques import TECHNIQUES, Technique
+from tpl.methods.bank.bank import Technique
+from tpl.methods.bank.techniques import TECHNIQUES
 
 every_technique = pytest.mark.parametrize("name", EVERY)
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.engine import IGNORED
-from tpl.methods.bank.techniques import TECHNIQUES, VOS, Technique
+from tpl.methods.bank.bank import Technique
+from tpl.methods.bank.techniques import TECHNIQUES, VOS
 
 CPU = torch.device("cpu")
 SIDE = 6

@@ -165,7 +165,7 @@ class _Tasks:
     ) -> None:
         self.ray, self.share, self.workers, self.carry_out = ray, share, workers, carry_out
         self.queue = _queue_on(ray.get_runtime_context().get_node_id(), QUEUED)  # it is lost with this machine alone
-        self.settings = Settings(
+        self.settings = WorkerSettings(
             self.queue, chosen_threads(share.threads), os.getcwd(), None if probe is None else str(probe)
         )
         self.waiting = deque(jobs)
@@ -323,7 +323,7 @@ class MayPassError(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class WorkerSettings:
     """What every worker of a suite has to know."""
 
     queue: Any
@@ -351,7 +351,7 @@ class _Link:
         self.call(self.queue.put, (self.job, self.attempt, kind, data))
 
 
-def work(text: str, carry_out: CarryOut, settings: Settings) -> None:
+def work(text: str, carry_out: CarryOut, settings: WorkerSettings) -> None:
     """Make an attempt at a job. A TplError is final; after a MayPassError, Ray makes another one."""
     job = Job.from_json(text)
     link = _Link(settings.queue, job.name)
@@ -401,7 +401,7 @@ def _run(
     return failure
 
 
-def _missing(job: Job, settings: Settings) -> str | None:
+def _missing(job: Job, settings: WorkerSettings) -> str | None:
     """What this machine lacks."""
     here = socket.gethostname()
     if settings.version != __version__:

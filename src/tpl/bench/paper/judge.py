@@ -67,7 +67,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ in class order and seed only."""
 
     runs: tuple[Run, ...]
@@ -128,7 +128,7 @@ def fits(run: Run, row: Row, wanted: Mapping[str, Any], orders: Sequence[str] | 
     )
 
 
-def groups(runs: Iterable[Run]) -> list[Group]:
+def groups(runs: Iterable[Run]) -> list[RunGroup]:
     """Runs grouped by their settings; the group with the most class orders first, whatever its numbers are.
 
     Among equals, the group whose directory has the shortest name: a variant's name says what is different about it.
@@ -136,7 +136,7 @@ def groups(runs: Iterable[Run]) -> list[Group]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.settings(), []).append(run)
-    made = [Group(tuple(entries)) for entries in found.values()]
+    made = [RunGroup(tuple(entries)) for entries in found.values()]
     return sorted(made, key=lambda g: (-len(g.by_order()), -len(g.runs), len(g.runs[0].place.name), g.runs[0].place))
 
 
@@ -199,8 +199,8 @@ class Judgement:
 
     row: Row
     findings: tuple[Finding, ...]
-    used: tuple[Group, ...]  # one a benchmark, and the joint runs that forgetting is relative to
-    unused: tuple[Group, ...]  # fitting runs with other settings, which are not mixed in
+    used: tuple[RunGroup, ...]  # one a benchmark, and the joint runs that forgetting is relative to
+    unused: tuple[RunGroup, ...]  # fitting runs with other settings, which are not mixed in
     orders: int  # number of class orders behind the numbers; for an average, the smallest of the five
     reason: str | None = None  # why there is no evidence
 
@@ -256,7 +256,7 @@ def judge(
     return Judgement(row, findings, (*found, *joint), tuple(unused), fewest, reason)
 
 
-def describe(group: Group) -> dict[str, Any]:
+def describe(group: RunGroup) -> dict[str, Any]:
     """Settings, class orders, seeds, hashes, commit and device behind a group's numbers."""
     shared = group.description
     numbers = {key: group.measure(key) for key in ("last", "aia", "til")}
@@ -276,7 +276,7 @@ def describe(group: Group) -> dict[str, Any]:
     }
 
 
-def _find(row: Row, key: str, found: Sequence[Group], joint: Sequence[Run], tolerance: float) -> Finding:
+def _find(row: Row, key: str, found: Sequence[RunGroup], joint: Sequence[Run], tolerance: float) -> Finding:
     """The verdict on one quantity; an average row takes the mean over the benchmarks' means."""
     quantity, target = QUANTITIES[key], row.target(key)
     measured = [group.measure(key, joint) for group in found]
@@ -293,7 +293,7 @@ def _find(row: Row, key: str, found: Sequence[Group], joint: Sequence[Run], tole
     return Finding(key, row.values[key], target, ours, spread, verdict)
 
 
-def _reason(row: Row, found: Sequence[Group], complete: bool) -> str:
+def _reason(row: Row, found: Sequence[RunGroup], complete: bool) -> str:
     if complete:
         return "the runs found lack a quantity" + (
             f" (forgetting needs {JOINT} runs over the same tasks)" if row.table == "forgetting" else ""

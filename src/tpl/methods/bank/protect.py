@@ -128,7 +128,7 @@ class Protection(ABC):
 # HAT: hard attention to the task (Serra et al., 2018)
 
 
-class Hat(Protection):
+class HatMasks(Protection):
     """HAT: a task has an embedding `e` with one entry per unit, and the mask `sigmoid(s * e)` (Eq. 2).
 
     The scale `s` is annealed within every epoch, so that masks are soft at first and nearly binary at the end. Gates
@@ -271,7 +271,7 @@ def frozen_share(gates: Iterable[Tensor]) -> float:
 # SupSup: supermasks in superposition (Wortsman et al., 2020)
 
 
-class SupSup(Protection):
+class SupSupMasks(Protection):
     """SupSup: a task has a score for every weight of the adapters; biases stay zero."""
 
     name = "supsup"
@@ -346,4 +346,4 @@ def _unpacked(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(1) & places) > 0).flatten()
 
 
-PROTECTIONS: dict[str, type[Protection]] = {p.name: p for p in (Hat, SupSup)}
+PROTECTIONS: dict[str, type[Protection]] = {p.name: p for p in (HatMasks, SupSupMasks)}
