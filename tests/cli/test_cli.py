@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -136,12 +137,14 @@ def test_describe_explains_every_option(method: str) -> None:
     about = ask("describe", method)
     assert about["name"] == method and all(about[key].strip() for key in ("summary", "keeps", "cost"))
     options = {option["name"]: option for option in about["options"]}
-    assert set(options) == set(load_methods()[method].config_class.__dataclass_fields__)
+    assert set(options) == {field.name for field in dataclasses.fields(load_methods()[method].config_class)}
     for option in options.values():
         assert set(option) == {"name", "default", "choices", "help", "group"}
         assert option["help"].strip() and option["group"].strip()
         assert not option["choices"] or option["default"] in option["choices"]
     text = call("describe", method).stdout
+    explained = sys.modules[load_methods()[method].__module__].__doc__ or ""
+    assert text.count("[") >= explained.count("[")  # brackets are the formulas' own, not markup
     assert all(text_of in text for option in options.values() for text_of in (option["name"], option["group"]))
     assert about["from_scratch"] == ("from scratch" in text.split("Options")[0]) == load_methods()[method].from_scratch
 

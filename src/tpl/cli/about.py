@@ -84,14 +84,14 @@ def describe(
         return
     out.print(f"[bold]{found.name}[/]: {found.summary}")
     if found.paper:
-        out.print(found.paper, style="italic")
+        out.print(found.paper, style="italic", markup=False)
     for title, text in (("Keeps", found.keeps), ("Cost", found.cost)):
         if text:
             out.print(f"[bold]{title}[/]: {text}")
     if found.from_scratch:
         out.print("[bold]Encoder[/]: pre-trained ones, or resnet18 from scratch")
     doc = sys.modules[found.__module__].__doc__ or ""
-    out.print("\n" + reflowed(doc) + "\n", highlight=False)
+    out.print("\n" + reflowed(doc) + "\n", highlight=False, markup=False)
     _print_options(fields)
 
 

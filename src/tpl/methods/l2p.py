@@ -5,7 +5,7 @@ its query. The N prompts with the keys most similar to it are added to the image
 the frozen encoder, and a linear head takes the mean of their outputs:
 
     chosen(x) = the N largest of cos(q(x), k_m)
-    loss      = cross-entropy over the new task's classes - pull * (sum of cos(q(x), k_m) over chosen(x))
+    loss      = cross-entropy over the new task's classes - key_weight * (sum of cos(q(x), k_m) over chosen(x))
 
 Prompts are shared by all tasks and change little by images that do not select them; there is no replay. Old classes
 take no part in a new task's softmax: else its images would only teach never to predict them. Inference compares all

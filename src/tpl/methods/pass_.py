@@ -4,7 +4,7 @@ Each image is shown in four rotations, and class y rotated by k times 90 degrees
 network learns more features than the first classes need. Of each old class the mean feature mu_c is stored. With z
 the features, z_old those of the network before the task, and u = logits / temperature, a step's loss is
 
-    CE(u(z), 4y + k)  +  prototypes * CE(u(mu_c + r e), 4c)  +  distill * ||z - z_old|| / ||z_old||
+    CE(u(z), 4y + k) + prototype_weight * CE(u(mu_c + r e), 4c) + distill_weight * ||z - z_old|| / ||z_old||
 
 over the rotated batch, as many drawn old classes c as images, and noise e from N(0, 1). The size r of the noise is the
 root mean variance of the first task's features around their class means, fixed after it. The last term has norms of
