@@ -125,7 +125,7 @@ def test_supermasks_hold_nothing_and_cost_nothing() -> None:
     supsup, adapters = prepared(0.5)
     masked = supsup.masked(adapters.weights, supsup.initial(adapters, random()).unsqueeze(0), NOW)
     used = torch.ones(adapters.units)
-    assert supsup.claim(supsup.kept(adapters.weights, supsup.initial(adapters, random()))) is None
+    assert supsup.unit_mask(supsup.kept(adapters.weights, supsup.initial(adapters, random()))) is None
     assert supsup.gates(adapters.weights, used) is None
     assert supsup.penalty(masked.mask, used).tolist() == [0.0]
     assert supsup.capacity(adapters, used) == {"units": 0.0, "frozen": 0.0}
@@ -246,7 +246,7 @@ def test_a_finished_hat_task_sees_and_claims_its_last_mask(masks: str) -> None:
     protection, adapters = HatMasks(config), some_adapters()
     kept = protection.kept(adapters.weights, protection.initial(adapters, random()))
     mask = protect.task_mask(kept, config.s_max, masks)
-    assert torch.equal(protection.claim(kept), mask)
+    assert torch.equal(protection.unit_mask(kept), mask)
     expected = adapters.weights.fold(mask)
     assert all(torch.equal(a, b) for a, b in zip(protection.finished(adapters.weights, kept), expected, strict=True))
     assert protection.final == (masks == "binary")

@@ -94,7 +94,7 @@ def test_a_finished_tasks_norms_and_statistics_stand_still_and_are_its_own(train
 
 
 def test_free_kernels_move_and_protected_ones_do_not(trained: Trained) -> None:
-    first = trained.bank.protection.claim(trained.bank.tasks[0].embedding)
+    first = trained.bank.protection.unit_mask(trained.bank.tasks[0].embedding)
     assert first is not None
     gate = trained.bank.adapters.weights.gates(first)
     (closed,) = (g == 0 for g in gate)

@@ -69,9 +69,9 @@ def _adapters(method: TPL, bare: int) -> tuple[AdapterStack, Tensor | None]:
     """The tasks' adapters and masks, followed by those of `bare` networks whose adapters change nothing."""
     bank, embeddings = method.bank, [model.embedding.detach() for model in method.models]
     shared = AdapterStack(*(weight.detach() for weight in bank.adapters.weights))
-    claims = [bank.protection.claim(embedding) for embedding in embeddings]
-    masks = [claim for claim in claims if claim is not None]
-    if len(masks) == len(claims):  # masks of units act on the units' activations
+    found = [bank.protection.unit_mask(embedding) for embedding in embeddings]
+    masks = [mask for mask in found if mask is not None]
+    if len(masks) == len(found):  # masks of units act on the units' activations
         return shared, torch.stack(masks + [torch.zeros_like(masks[0])] * bare)
     own = [bank.protection.finished(shared, embedding) for embedding in embeddings]  # masks of weights: a set for each
     own += [AdapterStack(*(torch.zeros_like(weight) for weight in shared))] * bare

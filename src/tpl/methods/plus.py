@@ -31,7 +31,7 @@ from tpl.scores.calibration import unknown_scores
 from tpl.store import under_prefix
 from tpl.stream import Task
 
-ALL, AUTO, NOBODY = "all", "auto", "0"
+ALL, AUTO, NO_TASK = "all", "auto", "0"
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
@@ -290,7 +290,7 @@ class TPLPlus(TPL):
     def _fused(self, run: ForwardPass, queried: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
         """log P(class | image) of bank and expert; classes of tasks that were not queried cannot win."""
         a, w = self.exponents
-        if self.config.passes == NOBODY:
+        if self.config.passes == NO_TASK:
             return expert
         if self.config.passes == ALL:
             bank = self.log_probabilities_of(run.outputs, scores, run.common)
@@ -314,7 +314,7 @@ class TPLPlus(TPL):
         count = len(self.task_classes_)
         share = torch.zeros(expert.shape[0], count, dtype=torch.float64, device=expert.device)
         share.index_add_(1, owner, expert.exp())
-        if self.config.passes in (ALL, NOBODY):
+        if self.config.passes in (ALL, NO_TASK):
             return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
         ranked, order = share.sort(dim=1, descending=True)
         if self.config.passes == AUTO:

@@ -36,7 +36,7 @@ from tpl.scores.calibration import (
     calibrate_shifts,
     equal_shares,
 )
-from tpl.scores.ratio import memory_scores, oppose
+from tpl.scores.ratio import memory_scores, use_memory
 from tpl.store import under_prefix
 from tpl.stream import Task
 
@@ -111,7 +111,7 @@ class TPL(BankMethod):
         self._weights: dict[bool, Tensor] = {}  # of the scores, with and without the encoder's own features
         self.scores_: list[LikelihoodRatio] = []
         self.calibration_: Tensor | None = None  # scale and shift per task, [2, tasks]
-        self._opposed = False  # whether the memory has images of other tasks for every task
+        self._has_others = False  # whether the memory has images of other tasks for every task
 
     @property
     def memory_budget(self) -> int:
@@ -255,7 +255,7 @@ class TPL(BankMethod):
         What was trained or pooled over several classes stays (adapters, norms, covariance), so predictions for other
         classes only change where the exemplars were used. A task without classes is removed; its units stay in use.
         """
-        opposed, self._held_scores = self._opposed, None
+        had_others, self._held_scores = self._has_others, None
         if self.config.others == "per_class":
             for later in self.bank.tasks[task + 1 :]:
                 later.drop(later.own + number)
@@ -277,7 +277,7 @@ class TPL(BankMethod):
             self.statistics.space.forget(number)
         # The calibration is only fitted again if the kNN term is dropped or added: other predictions should not change.
         self._use_memory(self.task_classes_, calibrate=False)
-        if self._opposed != opposed:
+        if self._has_others != had_others:
             self._use_memory(self.task_classes_, calibrate=True)
 
     # Memory, calibration, storage
@@ -306,13 +306,13 @@ class TPL(BankMethod):
         owner = task_of_class(task_classes).to(self.compute.device)
         labels = self.memory.labels.to(self.compute.device)
         tasks = owner[labels]
-        self._opposed = oppose(self.scores_, self.memory_outputs_, tasks, labels)
+        self._has_others = use_memory(self.scores_, self.memory_outputs_, tasks, labels)
         self._weights = {}
         if self.statistics is not None and self.config.calibration != "none":
             sides = (False,) if self.statistics.space is None else (False, True)
             self._weights = {s: self.statistics.weights(self.config, s).to(self.compute.device) for s in sides}
         if calibrate:
-            wanted = self.config.calibration != "none" and self._opposed and len(task_classes) > 1
+            wanted = self.config.calibration != "none" and self._has_others and len(task_classes) > 1
             self.calibration_ = self._calibrate(labels, tasks, owner) if wanted else None
 
     def _calibrate(self, labels: Tensor, tasks: Tensor, owner: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
     """The encoder `name`: frozen, with its pre-trained weights, or a network to train from scratch.
 
     `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm
-    downloads the weights it knows under that name, and `compact` uses those in the package.
+    downloads its weights of that name, and `compact` uses those in the package.
     """
     if resnet.is_resnet(name):
         if weights is not None:

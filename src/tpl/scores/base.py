@@ -30,7 +30,7 @@ class Score(ABC):
     def use_memory(self, own: Tensor) -> Self:
         """Store the features `[m, d]` of the task's images in the replay memory, which changes with every task.
 
-        For scores that compare with single samples: the training data of earlier tasks is gone.
+        For scores that compare with single samples: the training data of earlier tasks is not stored.
         """
         return self
 

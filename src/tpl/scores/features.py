@@ -116,7 +116,7 @@ class Residual(HeadScore):
 class VirtualLogit(Residual):
     """S(x) = log sum_c exp f_c - alpha || (z - u) N ||, alpha = mean max_c f_c / mean residual on the training data.
 
-    Where the largest logits are negative on average, their mean magnitude is taken: a negative alpha would reward the
+    Where the largest logits are negative on average, their mean magnitude is used: a negative alpha would reward the
     residual. Fewer training samples than `dim` leave no residual; alpha is bounded then.
     """
 

@@ -195,7 +195,7 @@ class LikelihoodRatio(Score):
         return self.refresh(empty, empty)
 
 
-def oppose(
+def use_memory(
     scores: Sequence[LikelihoodRatio], outputs: Sequence[tuple[Tensor, Tensor]], tasks: Tensor, labels: Tensor
 ) -> bool:
     """Set every score's kNN banks from the memory; returns whether each has images of other tasks.
@@ -203,11 +203,11 @@ def oppose(
     `outputs[t]` are features and logits of the memory under task t, `tasks` and `labels` those of its images. Scores
     with and without the kNN term are not comparable: if one task lacks images of others, all are without it.
     """
-    opposed = all(bool((tasks != t).any()) for t in range(len(scores)))
+    has_others = all(bool((tasks != t).any()) for t in range(len(scores)))
     for t, (score, (features, _)) in enumerate(zip(scores, outputs, strict=True)):
-        others = (tasks != t) if opposed else torch.zeros_like(tasks, dtype=torch.bool)
+        others = (tasks != t) if has_others else torch.zeros_like(tasks, dtype=torch.bool)
         score.refresh(features[tasks == t], features[others], labels[others])
-    return opposed
+    return has_others
 
 
 def memory_scores(scores: Sequence[LikelihoodRatio], outputs: Sequence[tuple[Tensor, Tensor]], tasks: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def test_queues_keep_the_latest_features_of_every_class() -> None:
         for row, label in zip(z.tolist(), labels.tolist(), strict=True):
             if label != IGNORED:
                 kept[label].append(row)
-    assert technique.seen.tolist() == [len(rows) for rows in kept]
+    assert technique.counts.tolist() == [len(rows) for rows in kept]
     for label, rows in enumerate(kept):
         queue = technique.queue[20 * label : 20 * (label + 1)].tolist()
         assert sorted(row for row in queue if any(row)) == sorted(rows[-20:])

@@ -216,7 +216,7 @@ class Bank:
 
     def unit_mask(self, task: int) -> Tensor | None:
         """A finished task's mask over units, from 0 to 1; None if the protection does not mask units."""
-        return self.protection.claim(self.tasks[task].embedding.detach())
+        return self.protection.unit_mask(self.tasks[task].embedding.detach())
 
     @cached_property
     def _inference(self) -> BankInference:

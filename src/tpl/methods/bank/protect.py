@@ -111,7 +111,7 @@ class Protection(ABC):
     def finished(self, weights: Weights, kept: Tensor) -> Weights:
         """The adapters under the stored mask of a finished task."""
 
-    def claim(self, kept: Tensor) -> Tensor | None:
+    def unit_mask(self, kept: Tensor) -> Tensor | None:
         """A finished task's mask over units, from 0 to 1; None where no unit needs protection."""
         return None
 
@@ -173,9 +173,9 @@ class HatMasks(Protection):
 
     def finished(self, weights: Weights, kept: Tensor) -> Weights:
         """The adapters under the task's last mask."""
-        return weights.fold(self.claim(kept))
+        return weights.fold(self.unit_mask(kept))
 
-    def claim(self, kept: Tensor) -> Tensor:
+    def unit_mask(self, kept: Tensor) -> Tensor:
         """The task's mask."""
         return task_mask(kept, self.config.s_max, self.config.masks)
 

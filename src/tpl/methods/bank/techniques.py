@@ -1,4 +1,4 @@
-"""Training-time techniques of OOD detection: how a task's network is trained to tell other images from its own.
+"""Training-time techniques of OOD detection: how a task's network learns to detect other tasks' images.
 
 A technique overrides parts of `Technique`, plain cross-entropy. To add one, write a class here and add it to
 `TECHNIQUES`.
@@ -256,7 +256,7 @@ class VOS(Technique):
         super().__init__(own, dim, batch, device)
         kept = own * self.queue_size
         self.queue = torch.zeros(kept + 1, dim, device=device)  # the last row takes what is not to be kept
-        self.seen = torch.zeros(own, dtype=torch.long, device=device)
+        self.counts = torch.zeros(own, dtype=torch.long, device=device)
         self.classes = torch.arange(own, device=device)
         # One set of normal numbers serves all classes, each of which takes them shifted by one queue length.
         shifted = self.classes.unsqueeze(1) * self.queue_size + torch.arange(self.numbers, device=device)
@@ -280,7 +280,7 @@ class VOS(Technique):
         logits, virtual = F.linear(z, weight, bias), F.linear(self.virtual(draws), weight, bias)
         uncertainty = masked_mean(F.softplus(-self._real(logits)), labels != IGNORED)
         uncertainty = uncertainty + F.softplus(self._real(virtual)).mean()
-        full = (self.seen >= self.queue_size).all()
+        full = (self.counts >= self.queue_size).all()
         entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED)
         return entropy + self.uncertainty_weight * full * uncertainty
 
@@ -295,11 +295,11 @@ class VOS(Technique):
         count = member.long().cumsum(dim=0)
         label = labels.clamp_min(0)
         rank = (count * member).sum(dim=1) - 1  # among the batch's rows of its class
-        place = label * self.queue_size + (self.seen[label] + rank) % self.queue_size
+        place = label * self.queue_size + (self.counts[label] + rank) % self.queue_size
         latest = rank >= count[-1][label] - self.queue_size  # no place is written twice
         last = len(self.queue) - 1
         self.queue.index_copy_(0, torch.where((labels != IGNORED) & latest, place, last), z)
-        self.seen += count[-1]
+        self.counts += count[-1]
 
     @torch.no_grad()
     def virtual(self, draws: Tensor) -> Tensor:
