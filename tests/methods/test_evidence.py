@@ -16,7 +16,7 @@ def drawn(n: int, shift: list[float], seed: int) -> torch.Tensor:
 
 def test_weights_are_those_of_a_linear_discriminant_whatever_the_parts() -> None:
     own, foreign = drawn(300, [1.0, 2.0, 1.0], 0), drawn(300, [0.0, 0.0, 0.0], 1)
-    parts = Evidence(3).add(own[:100], foreign[:250]).take(own[100:], foreign[250:])
+    parts = Evidence(3).add(own[:100], foreign[:250]).add(own[100:], foreign[250:])
     weights = parts.weights([0, 1, 2])
     labels = np.repeat([1, 0], 300)
     fitted = LinearDiscriminantAnalysis(solver="lsqr").fit(torch.cat([own, foreign]).numpy(), labels).coef_[0]

@@ -144,7 +144,7 @@ def test_images_that_are_not_square_cannot_be_rotated() -> None:
 
 
 def test_where_test_time_augmentation_is_not_possible_it_says_so(learner: Learner, tmp_path: Path) -> None:
-    with pytest.raises(TplError, match="tta=flip is for tpl alone"):
+    with pytest.raises(TplError, match="tpl-plus has no test-time augmentation"):
         Learner("tpl-plus", SMALL_VIT, device="cpu", tta="flip")
     with pytest.raises(TplError, match="tta=both cannot be exported"):
         export_onnx(learner, tmp_path / "model.onnx")
