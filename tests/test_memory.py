@@ -151,7 +151,7 @@ def test_herding_equals_brute_force(preprocess: Preprocess) -> None:
     assert [[tag[2] for tag in tags(memory) if tag[1] == c] for c in range(2)] == expected
     memory.add(numbered(1, 3, 1), 1, preprocess, features=torch.eye(3))  # the best of the old ones stay
     assert [tag[2] for tag in tags(memory)][:16] == expected[0][:8] + expected[1][:8]
-    with pytest.raises(TplError, match=r"herding.*ranks images by features, and got none"):
+    with pytest.raises(TplError, match=r"herding.*ranks images by features; none were given"):
         memory.add(images, 2, preprocess)
 
 

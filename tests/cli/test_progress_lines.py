@@ -111,7 +111,7 @@ def test_runs_of_a_study_are_numbered(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_runs_behind_rows_of_the_paper_are_numbered_once(labels: list[RunLabel], tmp_path: Path) -> None:
     rows = find_rows(["encoders/vit-tiny/c100-10t", "encoders/vit-tiny/c100-20t"])
-    settings = reproduce.Settings(tmp_path, orders=("natural", "random:1"))
+    settings = reproduce.RowSettings(tmp_path, orders=("natural", "random:1"))
     made = reproduce.run_rows([*rows, rows[0]], settings, lambda event: labels.append(event.run))
     assert len(made) == 4
     encoder = "vit_tiny_patch16_224"

@@ -45,7 +45,7 @@ def test_every_page_of_the_repository_is_there(site: Path) -> None:
     for document in (ROOT / "docs").glob("*.md"):
         assert (site / f"{document.stem}.html").is_file(), document
     assert "image classifiers that keep learning" in page(site, "index.html")
-    assert "The house" in page(site, "contributing.html") and "AUROC" in page(site, "results.html")
+    assert "Where things are" in page(site, "contributing.html") and "AUROC" in page(site, "results.html")
 
 
 def test_links_made_for_the_repository_lead_to_pages(site: Path) -> None:
@@ -60,7 +60,7 @@ def test_links_made_for_the_repository_lead_to_pages(site: Path) -> None:
 
 def test_the_reference_has_signatures_and_docstrings(site: Path) -> None:
     learner = page(site, "api/learner.html")
-    assert "A classifier that keeps learning." in learner
+    assert "A classifier that learns new classes task by task." in learner
     assert "predict_proba" in learner and "Write the model directory" in learner
     assert "score_features" in page(site, "api/scores.html") and "log_probabilities" in page(site, "api/methods.html")
 
@@ -147,3 +147,13 @@ def test_the_figure_of_how_tpl_works_is_drawn_by_its_script(tmp_path: Path) -> N
     file = tmp_path / "figure.svg"
     subprocess.run([sys.executable, ROOT / "tools" / "draw_overview.py", file], check=True, timeout=120)
     assert "Task 3" in file.read_text(encoding="utf-8") and file.stat().st_size < 200_000
+
+
+def test_the_architecture_page_names_every_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert listed is not None
+    named = set(re.findall(r"[\w/]+\.py", listed[1]))
+    files = [file.relative_to(ROOT / "src" / "tpl") for file in (ROOT / "src" / "tpl").rglob("*.py")]
+    present = {file.name for file in files if not file.name.startswith("__") and file.name != "_version.py"}
+    assert {Path(name).name for name in named} == present

@@ -186,5 +186,5 @@ def test_names_and_fingerprints() -> None:
             create_encoder(name)
     with pytest.raises(EncoderError, match="takes no weight file"):
         create_encoder("resnet18", "weights.safetensors")
-    with pytest.raises(TplError, match="no features of its own"):
+    with pytest.raises(TplError, match="no pre-trained features"):
         usual.plain(torch.zeros(1, 3, 32, 32))
