@@ -157,8 +157,8 @@ def spoil_file(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (spoil_images, "001.safetensors tells of other images than"),
-        (spoil_model, "000.safetensors tells of another model than the one that is now in"),
+        (spoil_images, "001.safetensors was made from other images than"),
+        (spoil_model, "000.safetensors was made by another model than the one that is now in"),
         (spoil_file, "002.safetensors cannot be read"),
     ],
 )

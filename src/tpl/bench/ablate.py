@@ -156,9 +156,9 @@ class _Measure:
             if key not in self.known:
                 self.known[key] = self._scores()
             scores, auroc = self.known[key]
-            told = method.decide(outputs.seen, scores=scores)
-        assert told.passes is not None
-        found, passes = outputs.accuracies(told.log_p), float(told.passes.double().mean())
+            answers = method.decide(outputs.seen, scores=scores)
+        assert answers.passes is not None
+        found, passes = outputs.accuracies(answers.log_p), float(answers.passes.double().mean())
         return {"last": found.last, "tp": found.tp, "auroc": auroc if passes else None, "passes": passes}
 
     def _scores(self) -> tuple[Tensor, float | None]:

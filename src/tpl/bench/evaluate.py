@@ -55,9 +55,9 @@ class Evaluator:
         before = self.seen if twin is None else twin.seen
         pairs = itertools.zip_longest(self.pixels, before)
         self.seen = [self.method.forward(pixels, {KEEP}, earlier) for pixels, earlier in pairs]
-        told = self.method.decide(self.seen)
-        table, scores = told.log_p, told.scores
-        passes = None if told.passes is None else float(told.passes.double().mean())
+        answer = self.method.decide(self.seen)
+        table, scores = answer.log_p, answer.scores
+        passes = None if answer.passes is None else float(answer.passes.double().mean())
         labels = torch.cat([self._labels(i) for i in range(len(self.pixels))])
         answers = ReadTable.of(table, labels, self.task_of_class[: table.shape[1]])
         detection = None

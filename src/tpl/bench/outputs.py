@@ -126,9 +126,9 @@ def read_outputs(run: Path, description: dict[str, Any]) -> RunOutputs | None:
         except (OSError, SafetensorError) as error:
             raise StaleOutputs(f"{file} cannot be read ({error}).") from error
         if noted.get("images") != origin["images"]:
-            raise StaleOutputs(f"{file} tells of other images than {run} was measured on.")
+            raise StaleOutputs(f"{file} was made from other images than {run} was measured on.")
         if noted.get("model") != origin["model"]:
-            raise StaleOutputs(f"{file} tells of another model than the one that is now in {run}.")
+            raise StaleOutputs(f"{file} was made by another model than the one that is now in {run}.")
     return RunOutputs(models, labels, task_of_class(description["classes"])[labels], common)
 
 

@@ -131,7 +131,7 @@ class OpenRun:
     def __exit__(self, *problem: object) -> None:
         self._open.close()
         # Networks and test images may fill a GPU: free them now, not with the last reference to this run.
-        for name in ("learner", "evaluator", "tell"):
+        for name in ("learner", "evaluator", "emit"):
             self.__dict__.pop(name, None)
         gc.collect()
 

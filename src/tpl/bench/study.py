@@ -98,12 +98,12 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
 
 
 def _answers(method: HAT, outputs: RunOutputs) -> dict[str, float]:
-    told = method.decide(outputs.seen)
-    assert told.scores is not None
-    hard = outputs.accuracies(told.log_p)
-    auroc = metrics.detection(told.scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
+    answers = method.decide(outputs.seen)
+    assert answers.scores is not None
+    hard = outputs.accuracies(answers.log_p)
+    auroc = metrics.detection(answers.scores.cpu().numpy(), outputs.tasks.numpy())["auroc_pooled"]
     method.rescore(task_choice="calibrated")
-    calibrated = outputs.accuracies(method.decide(outputs.seen, scores=told.scores).log_p)
+    calibrated = outputs.accuracies(method.decide(outputs.seen, scores=answers.scores).log_p)
     method.rescore(task_choice="hard")
     return {"last": hard.last, "auroc": auroc, "til": hard.til, "last_calibrated": calibrated.last}
 

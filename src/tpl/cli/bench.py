@@ -190,7 +190,7 @@ def run(
     joint = RunResult.read(against) if against else None
     with joined(device) as processes:
         try:
-            with run_progress(err, as_json) as progress:  # of several processes, the first one alone hears events
+            with run_progress(err, as_json) as progress:  # of several processes, only the first one gets events
                 callback = progress if as_json else _with_notes(specs, progress)
                 results = execute_together(specs, places, resume, callback, trackers(track))
         except KeyboardInterrupt:

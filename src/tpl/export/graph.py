@@ -90,14 +90,14 @@ class AnswerGraph(nn.Module):
         self.normalise = method.preprocess.normaliser(CPU)
         owner = task_of_class(method.task_classes_)
         self.members = torch.nn.functional.one_hot(owner, len(method.task_classes_)).double()  # [classes, tasks]
-        # Unknown images can be told where every task has images that were held out.
+        # There is an unknown score where every task has held-out images.
         self.want = {UNKNOWN} if method.rejection_floor() < 1 else set()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """log P(class), P(task), and where the model can tell it, how unknown each image is; float32."""
+        """log P(class), P(task), and the unknown score where the model has one; float32."""
         method = self.method
         networks = self.trunk(self.normalise(images)).unbind(0)
         outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
-        told = method.decide([ForwardPass(outputs, method.join_common(networks[-1], networks))], self.want)
-        answers = [told.log_p, told.log_p.exp() @ self.members, *([] if told.unknown is None else [told.unknown])]
-        return tuple(answer.float() for answer in answers)
+        answers = method.decide([ForwardPass(outputs, method.join_common(networks[-1], networks))], self.want)
+        unknown = [] if answers.unknown is None else [answers.unknown]
+        return tuple(part.float() for part in (answers.log_p, answers.log_p.exp() @ self.members, *unknown))
