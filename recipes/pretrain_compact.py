@@ -13,7 +13,6 @@ A data-centre GPU needs a few minutes; a CPU smoke test is `--limit 1000 --epoch
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import pickle
@@ -33,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from tpl.files import sha256_of
 from tpl.nets.compact import DATA_CONFIG, NAME, create_compact
 
 CLASSES, SIDE, PAD, HELD_OUT, SPLIT_SEED, MAX_BYTES = 100, 32, 4, 50, 0, 6_000_000
@@ -318,7 +318,7 @@ def score_files(out: Path, val: Arrays, test: Arrays, device: torch.device) -> d
         "test_top1": round(accuracy(full, test, device), 4),
         "digits_ncm": digits_ncm(trunk, device),
         "parameters": sum(p.numel() for p in trunk.parameters()),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": sha256_of(path),
         "bytes": size,
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tpl.errors import TplError
+from tpl.files import replace_atomically
 
 TIMEOUT = 10.0  # seconds for an address to answer
 OWN = "local"  # what Ray calls a cluster that is started for this process and ends with it
@@ -216,7 +217,8 @@ def unpack(payload: Payload, root: Path, last: Sequence[str] = ()) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     for name in sorted(payload.files, key=lambda name: last.index(name) if name in last else -1):
-        _replace(root / name, payload.files[name])
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_atomically(root / name, payload.files[name])
     for name in payload.removed:
         (root / name).unlink(missing_ok=True)
         with suppress(OSError):  # other files are in there
@@ -231,13 +233,3 @@ def _names(root: Path) -> list[str]:
         for name in names
         if name not in _LOCKS and not name.endswith(_PARTIAL)
     )
-
-
-def _replace(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}{_PARTIAL}")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -244,12 +245,10 @@ class ModelStore:
 
     def _content(self, name: str, most: int | None = None) -> bytes:
         """The bytes of one of the directory's own files. Links, devices and pipes inside the directory are refused."""
-        if os.open not in os.supports_dir_fd:  # Windows: no directory descriptors, so names are checked
-            for place in (self.path / name, *(self.path / name).parents[:-1]):
-                if place != self.path and self.path in place.parents and place.is_symlink():
-                    raise StoreError(f"{place} is a link; a model directory may hold none.")
-            return (self.path / name).read_bytes()
         *folders, file = name.split("/")
+        if os.open not in os.supports_dir_fd:  # Windows: no directory descriptors, so names are checked
+            self._refuse_links(*itertools.accumulate(folders, "{}/{}".format), name)
+            return (self.path / name).read_bytes()
         handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
         try:
             for folder in folders:

@@ -92,7 +92,7 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> list[RunLabel]:
 
 
 def test_runs_of_a_demo_are_numbered(labels: list[RunLabel], tmp_path: Path) -> None:
-    demo.run_demo(tmp_path, "cpu", 0, False, lambda event: labels.append(event.run))
+    demo.run_demo(tmp_path, "cpu", False, lambda event: labels.append(event.run))
     assert labels == [RunLabel("finetune", 0, 3), RunLabel("tpl", 1, 3), RunLabel("joint", 2, 3)]
 
 

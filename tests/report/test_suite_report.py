@@ -114,9 +114,7 @@ def test_the_papers_numbers_stand_beside_runs_that_fit_them() -> None:
     fewer = dataclasses.replace(
         run.result, description=run.description | {"options": run.description["options"] | {"memory": 20}}
     )
-    assert (
-        paper_values(group_runs([FoundRun(run.folder, fewer)])[0].groups[0]) == {}
-    )  # another memory, another protocol
+    assert paper_values(group_runs([FoundRun(run.place, fewer)])[0].groups[0]) == {}  # another memory, another protocol
 
 
 def test_methods_by_benchmarks() -> None:

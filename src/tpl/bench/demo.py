@@ -37,9 +37,7 @@ class DemoResult:
         }
 
 
-def run_demo(
-    out: Path, device: str, seed: int, resume: bool, callback: Callback, epochs: int | None = None
-) -> DemoResult:
+def run_demo(out: Path, device: str, resume: bool, callback: Callback, epochs: int | None = None) -> DemoResult:
     """Make the three runs one after the other; `resume` continues an interrupted demo.
 
     `epochs` replaces the benchmark's own number of epochs a task.
@@ -47,7 +45,7 @@ def run_demo(
     runs, places = {}, []
     options = {} if epochs is None else {"epochs": epochs}
     for number, method in enumerate(METHODS):
-        spec = RunSpec(BENCHMARK, method, device=device, seed=seed, options=options)
+        spec = RunSpec(BENCHMARK, method, device=device, options=options)
         place = out / f"demo-{spec.directory_name()}"  # with a prefix, so that no other run is ever removed
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is meant to be watched

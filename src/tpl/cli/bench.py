@@ -68,7 +68,7 @@ def demo(
 
     try:
         with run_progress(err, as_json) as progress:
-            result = run_demo(directory, device, seed=0, resume=resume, callback=progress, epochs=epochs)
+            result = run_demo(directory, device, resume, progress, epochs)
     except KeyboardInterrupt:
         err.print("Interrupted. Finished tasks are stored; continue with: tpl demo --resume", soft_wrap=True)
         raise typer.Exit(130) from None

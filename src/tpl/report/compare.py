@@ -91,8 +91,8 @@ class Comparison:
         return {
             "level": LEVEL,
             "differences": [difference.to_dict() for difference in self.differences],
-            "only_here": [str(run.folder) for run in self.only_ours],
-            "only_there": [str(run.folder) for run in self.only_theirs],
+            "only_here": [str(run.place) for run in self.only_ours],
+            "only_there": [str(run.place) for run in self.only_theirs],
         }
 
 

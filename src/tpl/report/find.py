@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpl.bench.metrics import Matrix, accuracy_so_far
+from tpl.bench.paper.judge import Run
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report.columns import CONTINUAL, JOINT, Row, matching_joint, mean_rows, role, run_row
@@ -26,16 +27,8 @@ _REQUIRED = ("benchmark", "method", "options", "seed", "order", "classes", "test
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """A finished run and its directory."""
-
-    folder: Path
-    result: RunResult
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The content of run.json."""
-        return self.result.description
+class FoundRun(Run):
+    """A finished run in a report."""
 
     @property
     def encoder(self) -> str:
@@ -218,7 +211,7 @@ class Experiment:
             for run in group.runs:
                 bound = None if group.method == JOINT else matching_joint(run.result, self.joint)
                 row = run_row(group.name, run.result, bound)
-                rows.append(row | {key: run.description[key] for key in ("order", "seed")} | {"place": run.folder})
+                rows.append(row | {key: run.description[key] for key in ("order", "seed")} | {"place": run.place})
         return rows
 
     @property
@@ -290,9 +283,9 @@ def _by_settings(method: str, runs: Sequence[FoundRun]) -> Iterable[Group]:
             continue
         folders: dict[str, list[FoundRun]] = {}
         for run in members:
-            folders.setdefault(str(run.folder.parent), []).append(run)
+            folders.setdefault(str(run.place.parent), []).append(run)
         if not all(map(_all_different, folders.values())):
-            folders = {str(run.folder): [run] for run in members}
+            folders = {str(run.place): [run] for run in members}
         yield from (Group(f"{name} ({folder})", tuple(inside)) for folder, inside in folders.items())
 
 

@@ -273,12 +273,12 @@ def _scatter(experiment: Experiment, ident: str) -> Context | None:
 
 def _densities(group: Group, style: str) -> Context:
     """The densities of the first run with stored outputs, or the reason why there are none."""
-    keeping = next((run for run in group.runs if (run.folder / "outputs").is_dir()), None)
+    keeping = next((run for run in group.runs if (run.place / "outputs").is_dir()), None)
     if keeping is None:
         return {"name": group.name, "style": style, "image": None, "note": "no outputs stored"}
     from tpl.report.pictures import density_png
 
-    png, note = density_png(keeping.folder)
+    png, note = density_png(keeping.place)
     image = None if png is None else f"data:image/png;base64,{base64.b64encode(png).decode()}"
     where = f"order {keeping.description['order']}, seed {keeping.description['seed']}: {note}"
     return {"name": group.name, "style": style, "image": image, "note": where}
@@ -301,7 +301,7 @@ def _runs(experiment: Experiment) -> Context:
             environment.get("device") or MISSING,
             commit,
         ]
-        made.append({"name": row["name"], "folder": str(run.folder), "cells": [str(text) for text in texts]})
+        made.append({"name": row["name"], "folder": str(run.place), "cells": [str(text) for text in texts]})
     head = ["Order", "Seed", *(column.title for column in columns), "Machine", "Commit"]
     return {"head": head, "rows": made}
 

@@ -13,9 +13,9 @@ from scipy.stats import rankdata, spearmanr
 
 from tpl.bench.paper import QUANTITIES, load_rows
 from tpl.bench.paper import Row as PaperRow
-from tpl.bench.paper.judge import Run, fits
+from tpl.bench.paper.judge import fits
 from tpl.report.columns import CONTINUAL
-from tpl.report.find import Experiment, FoundRun, Group
+from tpl.report.find import Experiment, Group
 
 # Columns that the paper has, too; its times are left out because they are another machine's.
 _COLUMNS = ("last", "aia", "til", "auroc", "forgetting_last", "forgetting_aia", "parameters")
@@ -32,10 +32,9 @@ class PaperValue:
 
 def paper_values(group: Group) -> dict[str, PaperValue]:
     """The paper's values by column key; empty if it has no row with this method, benchmark, encoder and options."""
-    runs = [_evidence(run) for run in group.runs]
     found: dict[str, PaperValue] = {}
     for row in load_rows():
-        if row.benchmark != group.runs[0].description["benchmark"] or not all(fits(run, row, {}) for run in runs):
+        if row.benchmark != group.runs[0].description["benchmark"] or not all(fits(run, row, {}) for run in group.runs):
             continue
         for key in set(row.values) & set(_COLUMNS) - set(found):
             printed, target = row.values[key], row.target(key)
@@ -43,10 +42,6 @@ def paper_values(group: Group) -> dict[str, PaperValue]:
             text = str(printed) if target == printed.mean else right  # the corrected number instead of a misprint
             found[key] = PaperValue(text, target / QUANTITIES[key].scale, row.name)
     return found
-
-
-def _evidence(run: FoundRun) -> Run:
-    return Run(run.folder, run.result)
 
 
 def paper_of(experiment: Experiment) -> dict[str, dict[str, PaperValue]]:
