@@ -23,12 +23,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import register
-from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
+from tpl.methods.parts.cosine import CosineHeadMethod, cosines
+from tpl.methods.parts.network import NetworkConfig
 from tpl.nets import Encoder
 from tpl.stream import Task
 
@@ -46,21 +47,8 @@ class APERConfig(NetworkConfig):
     weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
 
 
-class CosineCrossEntropy(CrossEntropy):
-    """Cross-entropy of scaled cosines between features and the head's rows."""
-
-    def __init__(self, network: Network, scale: Tensor) -> None:
-        super().__init__(network)
-        self.scale = scale
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one batch."""
-        logits = self.scale * cosines(self.network.features(images), self.network.head_weight)
-        return F.cross_entropy(logits, labels)
-
-
 @register
-class APER(NetworkMethod):
+class APER(CosineHeadMethod):
     """Prototypes in the features of the encoder, plain and adapted to the first task."""
 
     name = "aper"
@@ -86,20 +74,10 @@ class APER(NetworkMethod):
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Adapt to a first task; then add the classes' prototypes."""
         if not len(self.counts):
-            self.adapt(task, samples, callback)
+            self.scale = self.train_features(task, samples, callback)
         new, first = len(task.classes), len(self.classes_)
         self.sums, self.counts = F.pad(self.sums, (0, 0, 0, new)), F.pad(self.counts, (0, new))
         self.add_to_prototypes(samples.pixels, samples.labels + first)
-
-    def adapt(self, task: Task, samples: Samples, callback: Callback) -> None:
-        """Train adapters, norms, cosine head and its scale; the head is then dropped."""
-        network, scale = self.network, nn.Parameter(torch.ones_like(self.scale))
-        own = self.grow(task, samples)
-        trainable = [p for p in network.parameters() if p is not network.head_bias]
-        self.fit(own, callback, CosineCrossEntropy(network, scale), trainable=[*trainable, scale])
-        self.scale = scale.detach()
-        for _ in task.classes:
-            network.drop(0)
 
     def add_to_prototypes(self, pixels: Tensor, numbers: Tensor) -> None:
         """Add images, labelled by class number, to the sums behind the prototypes."""
@@ -128,8 +106,3 @@ class APER(NetworkMethod):
         """Drop the class's prototype."""
         kept = torch.arange(len(self.counts), device=self.counts.device) != number
         self.sums, self.counts = self.sums[kept], self.counts[kept]
-
-
-def cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """Cosine similarities of all pairs, `[rows, others]`."""
-    return F.normalize(rows, dim=1) @ F.normalize(others, dim=1).T

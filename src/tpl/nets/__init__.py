@@ -5,6 +5,7 @@ from tpl.nets.blocks import Adapters, AdapterStack, Part, TransposedTask
 from tpl.nets.resnet import ResNetEncoder, is_resnet
 from tpl.nets.vit import TransposedTrunk, ViTEncoder, as_vit
 from tpl.nets.weights import ENCODERS, EncoderError, check_encoder_name, create_encoder
+from tpl.nets.whole import WholeViT
 
 __all__ = [
     "ENCODERS",
@@ -19,6 +20,7 @@ __all__ = [
     "TransposedTrunk",
     "ViTEncoder",
     "Weights",
+    "WholeViT",
     "as_vit",
     "check_encoder_name",
     "create_encoder",

@@ -83,7 +83,7 @@ class ViTEncoder(Encoder):
 
     def new_norms(self) -> Tensor:
         """A copy of the pre-trained layer norms, `[norms, 2, dim]` (scale, shift): a task's own."""
-        return torch.stack([torch.stack([n.weight, n.bias]) for n in self._norms()]).detach().clone()
+        return torch.stack([torch.stack([n.weight, n.bias]) for n in self.norm_layers()]).detach().clone()
 
     def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Features of the trunk alone, float32, by timm's own forward pass; in half precision but for the last norm."""
@@ -105,7 +105,7 @@ class ViTEncoder(Encoder):
     def tokens(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Input of the first block: patches and class token of normalised images, at their positions."""
         vit = self.trunk(dtype)
-        x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(_embed_patches(vit, images.to(dtype)))))
+        x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(embed_patches(vit, images.to(dtype)))))
         return x
 
     def forward(
@@ -179,7 +179,8 @@ class ViTEncoder(Encoder):
         x = vit.pool(x)
         return layer_norm(x, rest.pop(0), vit.fc_norm.eps) if isinstance(vit.fc_norm, nn.LayerNorm) else vit.fc_norm(x)
 
-    def _norms(self) -> list[nn.LayerNorm]:
+    def norm_layers(self) -> list[nn.LayerNorm]:
+        """The layer norms in the order of `new_norms`: two a block, then those behind the last one."""
         inner = [n for block in self.vit.blocks for n in (block.norm1, block.norm2)]
         return inner + [n for n in (self.vit.norm, self.vit.fc_norm) if isinstance(n, nn.LayerNorm)]
 
@@ -212,7 +213,7 @@ class TransposedTrunk:
         return torch.cat([self.encoder.pooled(rows, part.task.norms) for rows, part in by_task])
 
 
-def _embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
+def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
     embed = vit.patch_embed
     as_product = images.is_cuda and images.dtype != torch.float32 and type(embed) is PatchEmbed and embed.flatten

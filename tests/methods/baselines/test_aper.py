@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.methods.aper import APER, CosineCrossEntropy
+from tpl.methods.aper import APER
+from tpl.methods.parts.cosine import CosineCrossEntropy
 from tpl.stream import Stream
 
 OPTIONS = {"latent": 8, "epochs": 1, "batch_size": 16, "lr": 0.05}

@@ -100,12 +100,6 @@ class ExpandedNetwork(Network):
         for name, own in self.adapters.named_parameters():
             own.copy_(extractor.named[name])
 
-    @torch.no_grad()
-    def load_head(self, weight: Tensor, bias: Tensor) -> None:
-        """Replace the whole classifier."""
-        self.head_weight = nn.Parameter(weight.detach().clone().to(self.norms.device))
-        self.head_bias = nn.Parameter(bias.detach().clone().to(self.norms.device))
-
     def newest_features(self, images: Tensor) -> Tensor:
         """Features of normalised images by the newest extractor alone, `[n, dim]`."""
         return super().features(images)

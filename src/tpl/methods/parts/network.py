@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Callback, Compute, Inference, Recipe, Samples, batches_of_images, train
+from tpl.engine import Callback, Compute, GatedSGD, Inference, Recipe, Samples, batches_of_images, train
 from tpl.methods.base import Method
 from tpl.nets import Encoder, unstacked
 from tpl.store import State
@@ -50,6 +50,12 @@ class GrowingHead(nn.Module):
         rows = new_rows(outputs, self.head_weight.shape[1], generator)
         self.head_weight = nn.Parameter(torch.cat([self.head_weight.detach(), rows.to(self.head_weight)]))
         self.head_bias = nn.Parameter(torch.cat([self.head_bias.detach(), self.head_bias.new_zeros(outputs)]))
+
+    def load_head(self, weight: Tensor, bias: Tensor) -> None:
+        """Replace the whole head by a copy of another."""
+        device = self.head_bias.device
+        self.head_weight = nn.Parameter(weight.detach().clone().to(device))
+        self.head_bias = nn.Parameter(bias.detach().clone().to(device))
 
     def drop(self, row: int) -> None:
         """Remove one class's row."""
@@ -188,10 +194,14 @@ class NetworkMethod(Method):
         moving = list(self.network.parameters()) if trainable is None else trainable
         with frozen_except(moving, self.network.parameters()):
             batches = recipe.batches(samples, replay, self.generator(name), numbers, self.encoder.batch_norms)
-            optimiser = recipe.optimiser([p for p in moving if p.requires_grad])
+            optimiser = self.optimiser(recipe, [p for p in moving if p.requires_grad])
             train(objective, optimiser, [batches], recipe, self.normalise, [callback])
             seen = batches_of_images(batches, self.normalise)
             objective.network.estimate_batch_norms(objective.shown(images) for images in seen)
+
+    def optimiser(self, recipe: Recipe, parameters: Sequence[Tensor]) -> GatedSGD:
+        """The optimiser of a training; the recipe's, unless parts of the network have rates of their own."""
+        return recipe.optimiser(parameters)
 
     def features(self, pixels: Tensor) -> Tensor:
         """The network's features of uint8 images, `[n, dim]`."""
