@@ -23,7 +23,7 @@ from tpl.store import State, under_prefix
 from tpl.stream import Task
 
 SMALLEST = 1024  # random features of a small problem: fewer lose accuracy
-TEMPERATURES = tuple(2.0 ** (e / 4) for e in range(-48, 25))
+TEMPERATURES: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-48, 25))
 
 
 @dataclass(frozen=True)
