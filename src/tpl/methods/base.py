@@ -101,8 +101,8 @@ class Method(ABC):
         if not self.splits:
             able = ", ".join(sorted(name for name, method in load_methods().items() if method.splits))
             raise TplError(
-                f"The method '{self.name}' cannot be trained by several processes: it has no training steps, or its "
-                f"loss needs the whole batch. These can: {able}. Or start one process."
+                f"The method '{self.name}' cannot be trained by several processes: it hardly trains, or its loss "
+                f"needs the whole batch. These can: {able}. Or start one process."
             )
         if self.encoder.batch_norms:
             raise TplError(
