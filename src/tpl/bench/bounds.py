@@ -6,6 +6,7 @@ and images with the same encoder. A bound must be trained to the end, so one wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def bounds_of(run: RunResult, candidates: Iterable[RunResult]) -> list[RunResult
         for each in candidates
         if is_bound(each.description)
         and all(each.description.get(key) == run.description.get(key) for key in ALIKE)
-        and each.summary.get("last") is not None
+        and math.isfinite(each.summary.get("last") or math.nan)
     ]
     same = [each for each in fitting if each.description.get("seed") == run.description.get("seed")]
     return sorted(same or fitting, key=lambda each: -float(each.summary["last"]))
