@@ -43,7 +43,9 @@ def better_bound(run: RunResult, candidates: Iterable[RunResult]) -> RunResult |
 def bound_name(description: Mapping[str, Any]) -> str:
     """A bound's method and epochs, with a remark if these are too few."""
     epochs = (description.get("options") or {}).get("epochs")
-    name = str(description["method"]) if epochs is None else f"{description['method']}, {epochs} epochs"
+    name = str(description["method"])
+    if epochs is not None:
+        name += f", {epochs} epoch{'' if epochs == 1 else 's'}"
     return name if trained_to_the_end(description) else f"{name}, not a bound"
 
 
