@@ -201,7 +201,7 @@ def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: p
     arguments = ["run", "digits-5t", "--method", "tpl,joint", "--order", "natural,random:1", "--epochs", "2"]
     assert call(*arguments, "--out", tmp_path).stderr.splitlines() == [
         "digits-5t with compact sets for tpl: latent=32, lr=0.05, memory=200, batch_size=16 (change with --set)",
-        "digits-5t with compact sets for joint: latent=32, lr=0.1, batch_size=16, schedule=cosine (change with --set)",
+        "digits-5t with compact sets for joint: latent=32, lr=0.05, batch_size=16, schedule=cosine (change with --set)",
     ]
     assert call(*arguments, "--out", tmp_path, "--json").stderr == ""
 

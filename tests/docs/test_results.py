@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cifar100_tables", ROOT / "recipes/cifar100_tables.py")
+    spec = importlib.util.spec_from_file_location("result_tables", ROOT / "recipes/result_tables.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,12 +27,12 @@ def test_the_pages_show_what_the_runs_say(recipe: ModuleType) -> None:
     assert {name for names in recipe.PAGES.values() for name in names} == set(recipe.TABLES)
     for name, tables in recipe.PAGES.items():
         page = (ROOT / name).read_text(encoding="utf-8")
-        assert recipe.filled(page, tables) == page, f"{name}: run recipes/cifar100_tables.py"
+        assert recipe.filled(page, tables) == page, f"{name}: run recipes/result_tables.py"
 
 
 def test_a_figure_that_the_runs_do_not_have_is_mended(recipe: ModuleType) -> None:
     page = (ROOT / "results/README.md").read_text(encoding="utf-8")
-    (figure,) = {line.split("|")[3] for line in recipe.beyond_table() if line.startswith("| C100-10T, ViT-tiny")}
+    (figure,) = {line.split("|")[4] for line in recipe.family_table() if line.startswith("| C100-10T, ViT-tiny")}
     altered = page.replace(figure, " 99.99 ")
     assert altered != page and recipe.filled(altered, recipe.PAGES["results/README.md"]) == page
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 
+from made_runs import found, in_order, make_run
 from rich.console import Console
 
-from made_runs import found, in_order, make_run
 from tpl.bench.bounds import better_bound, bound_name, bounds_sentence
 from tpl.bench.results import RunResult
 from tpl.report import Findings, rich_table

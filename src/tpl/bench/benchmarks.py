@@ -115,7 +115,7 @@ BENCHMARKS: dict[str, Benchmark] = {
                 "agem": {"lr": 0.005, "momentum": 0.5},
                 "owm": {"lr": 0.005, "momentum": 0.5},
             }
-            | _bounds(lr=0.1, epochs=FEWEST_EPOCHS, schedule="cosine"),  # a flipped digit is no digit
+            | _bounds(lr=0.05, epochs=FEWEST_EPOCHS, schedule="cosine"),  # a flipped digit is no digit
         ),
         Benchmark(
             "folder",
