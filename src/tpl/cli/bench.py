@@ -229,7 +229,11 @@ def run(
     from tpl.report import rich_table, summary_rows
 
     names = [name if len({each for _, each in pairs}) == 1 else f"{name}, {each}" for name, each in pairs]
-    out.print(rich_table(summary_rows(dict(zip(names, results, strict=True)) | bounds), width=out.width))
+    runs = dict(zip(names, results, strict=True))
+    for place, bound in bounds.items():
+        method = str(bound.description["method"])
+        runs[method if method not in runs else place] = bound
+    out.print(rich_table(summary_rows(runs), width=out.width))
     for place in places:
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
 
