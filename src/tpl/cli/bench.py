@@ -230,9 +230,9 @@ def run(
 
     names = [name if len({each for _, each in pairs}) == 1 else f"{name}, {each}" for name, each in pairs]
     runs = dict(zip(names, results, strict=True))
-    for place, bound in bounds.items():
-        method = str(bound.description["method"])
-        runs[method if method not in runs else place] = bound
+    for where, bound in bounds.items():
+        name = str(bound.description["method"])
+        runs[name if name not in runs else where] = bound
     out.print(rich_table(summary_rows(runs), width=out.width))
     for place in places:
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
