@@ -4,10 +4,14 @@ python recipes/choose_settings.py --data cifar100/ "" lr=0.1 lr=0.1,sparsity=1.5
 python recipes/choose_settings.py --data cifar100/ --encoder resnet18:8 --per-class 100 --epochs 10 "" lr=0.02
 python recipes/choose_settings.py --data cifar100/ --encoder vit_tiny_patch16_224 --weights FILE --epochs 3 \
     method=der,lr=0.01 method=der,lr=0.003                                                      # a GPU's work
+python recipes/choose_settings.py --data cifar100/ --encoder vit_tiny_patch16_224 --weights FILE --tasks 10 \
+    --longer 0.2 method=joint,stages=last method=joint-ridge,stages=last    # until more epochs do not help
 
 Every alternative is a list of options that differ from the benchmark's own for this encoder ("" for none), with
 `method` and `encoder` among them. Each prints one JSON line as soon as it is done: the options, Last, AIA, TIL and task
-prediction in per cent, TIL of every task, the capacity after each, the last epoch's losses, and how long it took.
+prediction in per cent, TIL of every task, the capacity after each, the last epoch's losses, and how long it took. With
+`--longer`, twice as many epochs follow, and again, until Last gains less than so many points; a last line says how
+many are enough.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpl.bench import metrics
 from tpl.bench.evaluate import Evaluator, StageResult
+from tpl.bench.metrics import matrix_of
+from tpl.bench.results import KINDS, accuracies
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event
 from tpl.errors import TplError
@@ -40,6 +47,7 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, help="train on this many images of a class")
     parser.add_argument("--validation", type=float, default=0.1, help="the share that is held out and measured on")
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--longer", type=float, metavar="POINTS", help="double the epochs while Last gains so much")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", default="auto")
@@ -54,10 +62,10 @@ def main() -> None:
                 tasks=options.tasks, validation=options.validation, device=options.device,
                 compile=options.compile, options=given,
             )  # fmt: skip
-            found = measure(spec, options.per_class)
+            for found in longer(spec, options.longer, options.per_class):
+                print(json.dumps({"alternative": alternative, **found}), flush=True)
         except TplError as error:
-            found = {"failed": str(error)}
-        print(json.dumps({"alternative": alternative, **found}), flush=True)
+            print(json.dumps({"alternative": alternative, "failed": str(error)}), flush=True)
 
 
 def changes(alternative: str) -> dict[str, Any]:
@@ -68,19 +76,32 @@ def changes(alternative: str) -> dict[str, Any]:
     return {name: value for name, _, value in pairs}
 
 
+def longer(spec: RunSpec, gain: float | None, per_class: int | None) -> Iterator[dict[str, Any]]:
+    """Measure `spec`; with a `gain`, also with twice the epochs and so on, until Last gains fewer points than that."""
+    found = measure(spec, per_class)
+    yield found
+    while gain is not None:
+        shorter, spec = found, replace(spec, options=spec.options | {"epochs": 2 * found["epochs"]})
+        found = measure(spec, per_class)
+        yield found
+        if found["last"] < shorter["last"] + gain:
+            yield {"enough_epochs": shorter["epochs"]}
+            return
+
+
 def measure(spec: RunSpec, per_class: int | None) -> dict[str, Any]:
     """Learn the tasks of `spec` and measure after each of them."""
     started = time.perf_counter()
     stream = Stream([fewer(task, per_class) for task in spec.stream()])
     method = spec.learner().method
     evaluator, watch = Evaluator(stream, method), Watch()
-    stages = []
+    stages: list[StageResult | None] = [None] * method.first_stage(len(stream))  # stages that are left out
     for number, task in enumerate(stream):
-        method.learn(stream.union(number) if method.cumulative else task, watch)
-        stages.append(evaluator.stage(number))
-    return {"method": spec.method, "encoder": spec.encoder, **summary(stages, stream), **watch.found()} | {
-        "seconds": round(time.perf_counter() - started, 1)
-    }
+        if number >= len(stages):
+            method.learn(stream.union(number) if method.cumulative else task, watch)
+            stages.append(evaluator.stage(number))
+    what = {"method": spec.method, "encoder": spec.encoder, "epochs": spec.all_options().get("epochs")}
+    return what | summary(stages, stream) | watch.found() | {"seconds": round(time.perf_counter() - started, 1)}
 
 
 def fewer(task: Task, per_class: int | None) -> Task:
@@ -92,22 +113,14 @@ def fewer(task: Task, per_class: int | None) -> Task:
     return Task(task.name, task.classes, task.train.select(np.sort(kept)), task.test)
 
 
-def summary(stages: list[StageResult], stream: Stream) -> dict[str, Any]:
+def summary(stages: Sequence[StageResult | None], stream: Stream) -> dict[str, Any]:
     """What the stages come to, in per cent."""
     sizes = [len(task.test) for task in stream if task.test is not None]
-    matrices = {}
-    for kind in ("cil", "til", "tp"):
-        matrix = np.full((len(stages), len(stages)), np.nan)
-        for number, stage in enumerate(stages):
-            matrix[number, : number + 1] = getattr(stage, kind)
-        matrices[kind] = 100 * matrix
-    cil, til, tp = matrices["cil"], matrices["til"], matrices["tp"]
-    numbers = {
-        "last": metrics.last(cil, sizes), "aia": metrics.average_incremental(cil, sizes),
-        "til": metrics.last(til, sizes), "tp": metrics.last(tp, sizes),
-    }  # fmt: skip
-    by_task = [round(float(value), 1) for value in til[-1]]  # late tasks fall behind where the network is full
-    return {name: round(float(value), 2) for name, value in numbers.items()} | {"til_by_task": by_task}
+    matrices = {kind: matrix_of([getattr(stage, kind, []) for stage in stages]) for kind in KINDS}
+    numbers = {name: accuracies(matrices, sizes)[name] for name in ("last", "aia", "til", "tp")}
+    by_task = [round(100 * value, 1) for value in matrices["til"][-1]]  # late tasks fall behind in a full network
+    rounded = {name: None if value is None else round(100 * value, 2) for name, value in numbers.items()}
+    return rounded | {"til_by_task": by_task}
 
 
 class Watch:

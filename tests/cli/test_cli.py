@@ -161,6 +161,7 @@ def test_run_prints_one_json_object(tiny: tuple[Path, Result], joint_run: Path) 
         assert 0 <= answer[key] <= 1
     assert answer["seconds"] > 0
     run, joint = RunResult.read(place), RunResult.read(joint_run)
+    assert answer.pop("bound") == "joint, 1 epoch, not a bound"
     assert answer == {"directory": str(place), "method": "tpl", "order": "natural"} | run.summary | run.against(joint)
     assert run.description["options"]["memory"] == 20
     assert run.description["options"]["latent"] == 8
@@ -184,6 +185,12 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     assert "--resume" in result.stderr and result.stdout == ""
 
 
+def test_only_bounds_are_compared_with(tiny: tuple[Path, Result], tmp_path: Path, fail: Callable[..., str]) -> None:
+    said = fail("run", "digits-5t", *TINY, "--out", tmp_path / "run", "--against", tiny[0])
+    assert "is a run of tpl; --against takes runs of joint or joint-ridge" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def execute(specs: list[RunSpec], places: list[Path], resume: bool, callback: Callback, _: object) -> None:
         for _spec in specs:
@@ -194,7 +201,7 @@ def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: p
     arguments = ["run", "digits-5t", "--method", "tpl,joint", "--order", "natural,random:1", "--epochs", "2"]
     assert call(*arguments, "--out", tmp_path).stderr.splitlines() == [
         "digits-5t with compact sets for tpl: latent=32, lr=0.05, memory=200, batch_size=16 (change with --set)",
-        "digits-5t with compact sets for joint: latent=32, lr=0.03, batch_size=16 (change with --set)",
+        "digits-5t with compact sets for joint: latent=32, lr=0.05, batch_size=16, schedule=cosine (change with --set)",
     ]
     assert call(*arguments, "--out", tmp_path, "--json").stderr == ""
 

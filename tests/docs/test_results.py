@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cifar100_tables", ROOT / "recipes/cifar100_tables.py")
+    spec = importlib.util.spec_from_file_location("result_tables", ROOT / "recipes/result_tables.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,12 +29,71 @@ def test_the_pages_show_what_the_runs_say(recipe: ModuleType) -> None:
     assert {name for names in recipe.PAGES.values() for name in names} == set(recipe.TABLES)
     for name, tables in recipe.PAGES.items():
         page = (ROOT / name).read_text(encoding="utf-8")
-        assert recipe.filled(page, tables) == page, f"{name}: run recipes/cifar100_tables.py"
+        assert recipe.filled(page, tables) == page, f"{name}: run recipes/result_tables.py"
+
+
+@pytest.fixture
+def made(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results with one run of t-5t; `copied` adds others."""
+    monkeypatch.setattr(recipe, "RESULTS", tmp_path)
+    copied(recipe, tmp_path, "tpl-plus", "natural")
+    return tmp_path
+
+
+def copied(recipe: ModuleType, results: Path, name: str, order: str, **changes: Any) -> None:
+    """A run of t-5t, made of one of c100-10t; `options`, `last` and `parts` may be other ones."""
+    source = recipe.RUNS / "c100-10t-vit-tiny-tpl-plus-natural"
+    description = json.loads((source / "run.json").read_text())
+    content = json.loads((source / "results.json").read_text())
+    description |= {"method": name.removesuffix("-first"), "order": order.replace("-", ":")}
+    description["options"] |= changes.get("options", {})
+    content["summary"]["last"] = changes.get("last", 0.7)
+    content |= {"parts": changes["parts"]} if "parts" in changes else {}
+    place = results / "tiny" / f"t-5t-vit-tiny-{name}-{order}"
+    place.mkdir(parents=True)
+    (place / "run.json").write_text(json.dumps(description))
+    (place / "results.json").write_text(json.dumps(content))
+
+
+def rows(lines: list[str]) -> dict[str, list[str]]:
+    return {cells[1]: cells for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
+
+
+def test_a_row_without_runs_says_so(recipe: ModuleType, made: Path) -> None:
+    found = rows(recipe.benchmark_table("t-5t"))
+    assert found["`anacp`"][4] == found["`joint`, upper bound"][4] == "not run"
+    assert found["&emsp;`tpl-plus`, expert alone"][4] == "not run"  # neither parts nor an ablation
+    assert found["`tpl-plus`"][:5] == [
+        "ViT-tiny (a22e9b36)", "`tpl-plus`", "1", "8 epochs, rate 0.01 cosine, flip augmentation", "70.00",
+    ]  # fmt: skip
+    assert rows(recipe.benchmark_table("c10-5t"))["every method"][4] == "not run"
+    assert [line.split("|")[6].strip() for line in recipe.front_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
+
+
+def test_the_better_bound_of_either_split_counts(recipe: ModuleType, made: Path) -> None:
+    copied(recipe, made, "joint", "natural", options={"epochs": 3}, last=0.95)
+    assert rows(recipe.benchmark_table("t-5t"))["`tpl-plus`"][7] == "–"
+    assert "joint, 3 epochs, not a bound" in rows(recipe.benchmark_table("t-5t"))
+    copied(recipe, made, "joint-ridge", "natural", options={"epochs": 10}, last=0.9)
+    found = rows(recipe.benchmark_table("t-5t"))
+    assert found["`tpl-plus`"][7] == "20.00" and found["`joint-ridge`, upper bound"][7] == "–"
+    assert any("| `joint-ridge`, upper bound |" in line and "as T-5T |" in line for line in recipe.front_table())
+
+
+def test_orders_are_counted_and_parts_are_rows(recipe: ModuleType, made: Path) -> None:
+    expert = {kind: [[1.0], *([] for _ in range(8)), [0.5] * 10] for kind in ("cil", "til", "tp")}
+    for order, last in (("random-1", 0.6), ("random-2", 0.8)):
+        copied(recipe, made, "ranpac-first", order, options={"adapt": "first"}, last=last, parts={"expert": expert})
+    row = rows(recipe.benchmark_table("t-5t"))["`ranpac`, adapted to the first task, as published"]
+    assert row[2] == "2" and row[4] == "70.00 ± 14.14"
+    runs = recipe.rows_of("t-5t", "vit-tiny", "ranpac-first")
+    assert [part["last"] for part in recipe.part_lasts(runs, "expert")] == [0.5, 0.5]
+    assert recipe.part_lasts(runs, "bank") == []
 
 
 def test_a_figure_that_the_runs_do_not_have_is_mended(recipe: ModuleType) -> None:
     page = (ROOT / "results/README.md").read_text(encoding="utf-8")
-    (figure,) = {line.split("|")[3] for line in recipe.beyond_table() if line.startswith("| C100-10T, ViT-tiny")}
+    (figure,) = {line.split("|")[4] for line in recipe.family_table() if line.startswith("| C100-10T, ViT-tiny")}
     altered = page.replace(figure, " 99.99 ")
     assert altered != page and recipe.filled(altered, recipe.PAGES["results/README.md"]) == page
 

@@ -104,7 +104,7 @@ def test_page_is_whole_and_needs_nothing_else(runs: dict[str, RunResult], tmp_pa
 def test_page_shows_the_numbers_of_the_table(runs: dict[str, RunResult], tmp_path: Path) -> None:
     text = read(runs, tmp_path)
     words = "".join(Page(text).text)
-    for row in summary_rows(runs, "joint"):
+    for row in summary_rows(runs):
         for key in ("last", "aia", "til", "tp", "forgetting_last", "forgetting_aia", "forgetting_classic"):
             if row[key] is not None:
                 assert f"{100 * row[key]:.2f}".replace("-", "\N{MINUS SIGN}") in words
@@ -172,8 +172,6 @@ def test_what_cannot_be_written_or_shown(runs: dict[str, RunResult], tmp_path: P
     file = tmp_path / "page.html"
     with pytest.raises(TplError, match="at least one"):
         write_page(Findings(), file, "t")
-    with pytest.raises(TplError, match="no run 'nobody'"):
-        summary_rows(runs, "nobody")
     (tmp_path / "file").touch()
     with pytest.raises(TplError, match="cannot be written"):
         write_page(found({"tpl": runs["tpl"]}), tmp_path / "file" / "page.html", "t")
@@ -181,7 +179,7 @@ def test_what_cannot_be_written_or_shown(runs: dict[str, RunResult], tmp_path: P
 
 
 def test_rows_are_ordered_raw_and_judged_without_bounds(runs: dict[str, RunResult]) -> None:
-    rows = summary_rows(runs, "joint")
+    rows = summary_rows(runs)
     assert [row["name"] for row in rows] == ["finetune", "tpl", "hat", "joint"]
     assert rows[1]["last"] == runs["tpl"].summary["last"]
     assert rows[1]["forgetting_last"] == runs["tpl"].against(runs["joint"])["forgetting_last"]
@@ -192,12 +190,12 @@ def test_rows_are_ordered_raw_and_judged_without_bounds(runs: dict[str, RunResul
     assert lines[3].count("**") == 2 * 7
     assert not any("**" in lines[n] for n in (2, 4, 5))
     assert "finetune (lower bound)" in lines[2]
-    assert "**" not in markdown(summary_rows({"tpl": runs["tpl"], "joint": runs["joint"]}, "joint"))
+    assert "**" not in markdown(summary_rows({"tpl": runs["tpl"], "joint": runs["joint"]}))
     assert markdown(summary_rows({"a|b": runs["tpl"]})).splitlines()[2].startswith("| a\\|b |")
 
 
 def test_terminal_table_fits(runs: dict[str, RunResult]) -> None:
-    rows = summary_rows(runs | {"[bold]x": make_run("hat", 0.9, 0.1)}, "joint")
+    rows = summary_rows(runs | {"[bold]x": make_run("hat", 0.9, 0.1)})
 
     def lines(width: int) -> list[str]:
         screen = io.StringIO()

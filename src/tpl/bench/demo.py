@@ -13,7 +13,7 @@ from tpl.bench.spec import RunSpec
 from tpl.engine import Callback, RunLabel, labelled
 
 BENCHMARK = "digits-5t"
-METHODS = ("finetune", "tpl", "joint")
+METHODS: dict[str, dict[str, Any]] = {"finetune": {}, "tpl": {}, "joint": {"stages": "last"}}  # and their options
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def run_demo(out: Path, device: str, resume: bool, callback: Callback, epochs: i
     `epochs` replaces the benchmark's own number of epochs a task.
     """
     runs, places = {}, []
-    options = {} if epochs is None else {"epochs": epochs}
-    for number, method in enumerate(METHODS):
-        spec = RunSpec(BENCHMARK, method, device=device, options=options)
+    given = {} if epochs is None else {"epochs": epochs}
+    for number, (method, options) in enumerate(METHODS.items()):
+        spec = RunSpec(BENCHMARK, method, device=device, options=options | given)
         place = out / f"demo-{spec.directory_name()}"  # with a prefix, so that no other run is ever removed
         if not resume and (place / "run.json").exists():
             shutil.rmtree(place)  # an earlier demo's run: the demo is meant to be watched

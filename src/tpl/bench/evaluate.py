@@ -32,6 +32,7 @@ class StageResult:
     drift: float | None  # largest change of an old task's features since it was learned, on some of its test images
     task_confusion: list[list[int]]  # number of test images by true task (rows) and predicted task (columns)
     class_accuracy: list[float | None]  # accuracy among all classes so far, per class; None without test images
+    parts: dict[str, dict[str, list[float]]]  # the same rows (cil, til, tp) of each part of a prediction alone
 
 
 class Evaluator:
@@ -63,10 +64,13 @@ class Evaluator:
         detection = None
         if scores is not None and upto > 0:
             detection = metrics.detection(scores.cpu().numpy(), answers.true_tasks.numpy())
-        rows = [answers.accuracies(task) for task in range(upto + 1)]
-        cil, til, tp = (list(column) for column in zip(*rows, strict=True))
         confusion, known = answers.task_confusion(), answers.class_accuracy()
-        return StageResult(cil, til, tp, detection, passes, self._drift(), confusion, known)
+        parts = {
+            name: ReadTable.of(log_p, labels, answers.owner).rows()
+            for name, log_p in self.method.parts(self.seen, answer).items()
+        }
+        return StageResult(**answers.rows(), detection=detection, passes=passes, drift=self._drift(),
+                           task_confusion=confusion, class_accuracy=known, parts=parts)  # fmt: skip
 
     def _twin(self, upto: int) -> Evaluator | None:
         """An evaluator that has the outputs of equal task models on equal images: TPL, MORE and ROW share them."""
@@ -141,6 +145,11 @@ class ReadTable:
         rows = slice(None) if task is None else self.true_tasks == task
         cil, til, tp = (float(hit[rows].double().mean()) for hit in right)
         return cil, til, tp
+
+    def rows(self) -> dict[str, list[float]]:
+        """Every task's `accuracies`, as one row of each accuracy matrix: cil, til and tp."""
+        tasks = [self.accuracies(task) for task in range(int(self.owner.max()) + 1)]
+        return {kind: list(column) for kind, column in zip(("cil", "til", "tp"), zip(*tasks, strict=True), strict=True)}
 
     def task_confusion(self) -> list[list[int]]:
         """Number of images by true task (rows) and predicted task (columns)."""

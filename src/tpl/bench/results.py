@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("cil", "til", "tp")
+PART = "part"  # key of a description: the part of a prediction that a result is about
 DETAILS = ("task_confusion", "class_accuracy")
 
 
@@ -43,21 +44,35 @@ class RunResult:
     # None for runs made before these were recorded.
     task_confusion: list[list[int]] | None = None  # test images by true task and predicted task, at the end
     class_accuracy: list[list[float | None]] | None = None  # one row a stage, one entry for each class so far
+    part_matrices: dict[str, dict[str, Matrix]] = field(default_factory=dict)  # of parts of a prediction, by name
 
     @property
     def sizes(self) -> list[int]:
         """Number of test images per task."""
         return list(self.description["test_images"])
 
-    def against(self, joint: RunResult) -> dict[str, float]:
-        """The paper's rectified forgetting, relative to a joint run over the same tasks."""
+    def parts(self) -> dict[str, RunResult]:
+        """The accuracies of each part of the method's predictions alone, by the part's name.
+
+        A part is trained and stored with the whole, so it has no costs of its own.
+        """
+        return {
+            name: RunResult(self.description | {PART: name}, accuracies(matrices, self.sizes), matrices)
+            for name, matrices in self.part_matrices.items()
+        }
+
+    def against(self, joint: RunResult) -> dict[str, float | None]:
+        """The paper's rectified forgetting, relative to a joint run over the same tasks.
+
+        None for what needs stages that one of the runs has left out.
+        """
         for key, what in (("classes", "tasks"), ("data", "images"), ("validation", "held-out images")):
             if joint.description[key] != self.description[key]:
                 raise TplError(f"Rectified forgetting compares runs over the same {what}; these differ in theirs.")
         mine, other = self.matrices["cil"], joint.matrices["cil"]
         return {
-            "forgetting_last": metrics.rectified_forgetting_last(mine, other),
-            "forgetting_aia": metrics.rectified_forgetting_aia(mine, other),
+            "forgetting_last": _measured(metrics.rectified_forgetting_last(mine, other)),
+            "forgetting_aia": _measured(metrics.rectified_forgetting_aia(mine, other)),
         }
 
     def write(self, out: Path) -> None:
@@ -68,8 +83,9 @@ class RunResult:
                 writer.writerow(["stage", *(f"task {i}" for i in range(len(matrix)))])
                 for t, row in enumerate(matrix):
                     writer.writerow([t, *("" if np.isnan(v) else f"{v:.6f}" for v in row)])
-        matrices = {k: [row[: t + 1].tolist() for t, row in enumerate(m)] for k, m in self.matrices.items()}
-        content: dict[str, Any] = {"summary": self.summary, "matrices": matrices}
+        content: dict[str, Any] = {"summary": self.summary, "matrices": _as_rows(self.matrices)}
+        if self.part_matrices:
+            content["parts"] = {name: _as_rows(matrices) for name, matrices in self.part_matrices.items()}
         content |= {key: value for key in DETAILS if (value := getattr(self, key)) is not None}
         replace_atomically(out / "results.json", json.dumps(content, indent=2) + "\n")
 
@@ -79,10 +95,40 @@ class RunResult:
         try:
             description = read_description(out)
             content = json.loads((out / "results.json").read_text(encoding="utf-8"))
-            matrices = {kind: matrix_of(rows) for kind, rows in content["matrices"].items()}
-            return cls(description, content["summary"], matrices, **{key: content.get(key) for key in DETAILS})
+            details = {key: content.get(key) for key in DETAILS}
+            parts = {name: _as_matrices(rows) for name, rows in content.get("parts", {}).items()}
+            matrices = _as_matrices(content["matrices"])
+            return cls(description, content["summary"], matrices, **details, part_matrices=parts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TplError(f"{out} holds no finished run ({error}).") from error
+
+
+def _as_rows(matrices: dict[str, Matrix]) -> dict[str, list[list[float]]]:
+    """Accuracy matrices as lists, with an empty row for a stage that was left out."""
+    return {
+        kind: [[] if np.isnan(row).all() else row[: t + 1].tolist() for t, row in enumerate(matrix)]
+        for kind, matrix in matrices.items()
+    }
+
+
+def _as_matrices(rows: dict[str, list[list[float]]]) -> dict[str, Matrix]:
+    return {kind: matrix_of(of) for kind, of in rows.items()}
+
+
+def accuracies(matrices: dict[str, Matrix], sizes: list[int]) -> dict[str, float | None]:
+    """The metrics that follow from accuracy matrices; None for those that need stages which were left out."""
+    cil = matrices["cil"]
+    return {
+        "last": _measured(metrics.last(cil, sizes)),
+        "aia": _measured(metrics.average_incremental(cil, sizes)),
+        "til": _measured(metrics.last(matrices["til"], sizes)),
+        "tp": _measured(metrics.last(matrices["tp"], sizes)),
+        "forgetting_classic": _measured(metrics.classic_forgetting(cil)),
+    }
+
+
+def _measured(value: float) -> float | None:
+    return None if np.isnan(value) else value
 
 
 def read_description(out: Path) -> dict[str, Any]:
@@ -114,19 +160,23 @@ def numbers_so_far(out: Path, stage: int) -> dict[str, float]:
 def summarise(out: Path, upto: int | None = None) -> RunResult:
     """The result of all stages of a run, or of the first `upto`."""
     description = read_description(out)
-    files = sorted((out / "stages").glob("*.json"))[:upto]
-    stages = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    matrices = {kind: matrix_of([stage[kind] for stage in stages]) for kind in KINDS}
+    found = {int(f.stem): json.loads(f.read_text(encoding="utf-8")) for f in sorted((out / "stages").glob("*.json"))}
+    found = {number: stage for number, stage in found.items() if upto is None or number < upto}
+    stages, count = list(found.values()), max(found) + 1  # the first ones may have been left out
+    matrices = _as_matrices({kind: [found[t][kind] if t in found else [] for t in range(count)] for kind in KINDS})
+    parts = {
+        name: _as_matrices(
+            {kind: [found[t]["parts"][name][kind] if t in found else [] for t in range(count)] for kind in KINDS}
+        )
+        for name in stages[-1].get("parts") or ()
+        if all(name in (stage.get("parts") or ()) for stage in stages)  # not in stages of an earlier version
+    }
     sizes = description["test_images"]
     learning = [stage["seconds_learning"] for stage in stages]
     evaluation = [stage["seconds_evaluation"] for stage in stages]
     final = stages[-1]
     summary = {
-        "last": metrics.last(matrices["cil"], sizes),
-        "aia": metrics.average_incremental(matrices["cil"], sizes),
-        "til": metrics.last(matrices["til"], sizes),
-        "tp": metrics.last(matrices["tp"], sizes),
-        "forgetting_classic": metrics.classic_forgetting(matrices["cil"]),
+        **accuracies(matrices, sizes),
         "detection": final["detection"],
         "passes": final.get("passes"),
         "drift": _largest([stage.get("drift") for stage in stages]),
@@ -144,8 +194,9 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "peak_device_bytes": final.get("peak_device_bytes"),
     }
     classes = [stage.get("class_accuracy") for stage in stages]
-    known = None if None in classes else classes  # a resumed run may have stages that did not record it
-    return RunResult(description, summary, matrices, final.get("task_confusion"), known)
+    # A resumed run may have stages that did not record it, or stages were left out.
+    known = None if None in classes or len(classes) < count else classes
+    return RunResult(description, summary, matrices, final.get("task_confusion"), known, parts)
 
 
 def _largest(values: list[float | None]) -> float | None:

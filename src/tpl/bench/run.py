@@ -5,7 +5,8 @@ run.json        what was run: benchmark, method, options (and which of them the 
 events.jsonl    what happened, one event a line
 stages/000.json accuracies after task 0, and so on
 model/          the model directory after the newest task
-results.json    the metrics and accuracy matrices of a finished run (cil.csv, til.csv, tp.csv beside it)
+results.json    the metrics and accuracy matrices of a finished run (cil.csv, til.csv, tp.csv beside it), also those of
+                the parts of a prediction, where a method has several; a stage that was left out has an empty row
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class OpenRun:
         if not current().alone:
             self.learner.method.check_splits()
         self.store = ModelStore(out / "model")
-        self.learned = 0  # number of tasks that an earlier process has learned
+        self.skipped = self.learner.method.first_stage(len(self.stream))  # stages before it are left out
+        self.learned = 0  # number of stages that were left out, or that an earlier process has learned
         self.trained: dict[str, Any] = {}
         self._open = ExitStack()
 
@@ -154,8 +156,9 @@ class OpenRun:
     def take_up(self) -> None:
         """Load what an earlier process has learned."""
         spec = self.spec
-        self.learned = int(self.store.header()["commits"]) if self.store.exists() else 0
-        if self.learned:
+        commits = int(self.store.header()["commits"]) if self.store.exists() else 0
+        self.learned = self.skipped + commits
+        if commits:
             self.learner = Learner.load(self.store.path, spec.weights, spec.device, spec.precision, spec.compile)
         self.tasks = enumerate(self.stream.once())
 
@@ -202,7 +205,9 @@ class OpenRun:
         self.learner.save(self.store.path)
 
     def evaluate(self, stage: int) -> None:
-        """Measure a stage, unless that was done before the run was interrupted."""
+        """Measure a stage, unless it is left out or was measured before the run was interrupted."""
+        if stage < self.skipped:
+            return
         content = json.loads(stage_file(self.out, stage).read_text(encoding="utf-8"))
         if "cil" in content:
             return
@@ -270,7 +275,8 @@ def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: i
     """The content of the `run` event: what this process is about to do, and where."""
     images = [len(task.train) for task in stream]
     if learner.method.cumulative:
-        images = [sum(images[: t + 1]) for t in range(len(images))]
+        first = learner.method.first_stage(len(images))
+        images = [sum(images[: t + 1]) if t >= first else 0 for t in range(len(images))]
     environment = describe_environment(learner.method.compute.device)
     work = {"directory": str(out), "method": spec.method, "images": images, "learned": learned}
     return work | {"environment": environment}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -42,8 +43,10 @@ from tpl.cli.options import (
     separate,
     trackers,
 )
+from tpl.errors import TplError
 
 if TYPE_CHECKING:
+    from tpl.bench.results import RunResult
     from tpl.bench.spec import RunSpec
     from tpl.engine import Callback, Event
 
@@ -77,7 +80,7 @@ def demo(
     if as_json:
         print_json({"methods": result.rows(), "report": str(page)})
         return
-    out.print(rich_table(summary_rows(result.runs, "joint"), width=out.width))
+    out.print(rich_table(summary_rows(result.runs), width=out.width))
     out.print(f"A page with accuracy matrices and curves: [bold]{escape(str(page))}[/]", soft_wrap=True)
 
 
@@ -122,8 +125,12 @@ def run(
         bool, typer.Option("--resume", help="Continue an interrupted run.", rich_help_panel=OUTPUT)
     ] = False,
     against: Annotated[
-        Path | None,
-        typer.Option(help="The directory of a joint run: adds the rectified forgetting rate.", rich_help_panel=OUTPUT),
+        list[Path] | None,
+        typer.Option(
+            help="The directory of a run of joint or joint-ridge: adds the rectified forgetting rate. Repeat it for "
+            "both: the better one counts.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     track: Track = None,
     weights: Weights = None,
@@ -158,6 +165,7 @@ def run(
     from tpl.bench.benchmarks import find_benchmark
 
     find_benchmark(benchmark)
+    from tpl.bench.bounds import BOUNDS, is_bound
     from tpl.bench.results import RunResult
     from tpl.bench.run import execute_together
     from tpl.bench.spec import RunSpec
@@ -187,7 +195,11 @@ def run(
     ]
     folder = directory or Path("runs")
     places = [directory] if directory and len(specs) == 1 else [folder / spec.directory_name() for spec in specs]
-    joint = RunResult.read(against) if against else None
+    bounds = {str(place): RunResult.read(place) for place in against or ()}
+    for name, bound in bounds.items():
+        if not is_bound(bound.description):
+            what = f"a run of {bound.description['method']}"
+            raise TplError(f"{name} is {what}; --against takes runs of {' or '.join(BOUNDS)}.")
     with joined(device) as processes:
         try:
             with run_progress(err, as_json) as progress:  # of several processes, only the first one gets events
@@ -201,11 +213,15 @@ def run(
             raise typer.Exit(130) from None
     if not processes.leads:
         return
+    for result in results:
+        for bound in bounds.values():
+            result.against(bound)  # refuses one over other tasks or images
     if as_json:
         found = [
             {"directory": str(place), "method": name, "order": each}
             | result.summary
-            | (result.against(joint) if joint else {})
+            | _parts(result)
+            | _forgetting(result, [*bounds.values(), *results])
             for place, (name, each), result in zip(places, pairs, results, strict=True)
         ]
         print_json(found[0] if len(found) == 1 else {"runs": found})
@@ -213,10 +229,27 @@ def run(
     from tpl.report import rich_table, summary_rows
 
     names = [name if len({each for _, each in pairs}) == 1 else f"{name}, {each}" for name, each in pairs]
-    runs = dict(zip(names, results, strict=True)) | ({"joint": joint} if joint else {})
-    out.print(rich_table(summary_rows(runs, "joint" if joint else None), width=out.width))
+    runs = dict(zip(names, results, strict=True))
+    for where, bound in bounds.items():
+        name = str(bound.description["method"])
+        runs[name if name not in runs else where] = bound
+    out.print(rich_table(summary_rows(runs), width=out.width))
     for place in places:
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
+
+
+def _parts(result: RunResult) -> dict[str, Any]:
+    """The accuracies of each part of the method's predictions alone, for JSON; nothing for a single part."""
+    found = {name: part.summary for name, part in result.parts().items()}
+    return {"parts": found} if found else {}
+
+
+def _forgetting(result: RunResult, candidates: Sequence[RunResult]) -> dict[str, Any]:
+    """Rectified forgetting against the better bound among `candidates`, and its name; nothing without a bound."""
+    from tpl.bench.bounds import better_bound, bound_name
+
+    bound = better_bound(result, candidates)
+    return {} if bound is None else result.against(bound) | {"bound": bound_name(bound.description)}
 
 
 def _with_notes(specs: list[RunSpec], callback: Callback) -> Callback:

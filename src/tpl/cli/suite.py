@@ -265,7 +265,7 @@ def _tables(states: Sequence[RunState]) -> dict[str, list[dict[str, Any]]]:
         return {}  # without an import, which would take time after Ctrl-C
     from tpl.report import mean_rows
 
-    return {benchmark: mean_rows(of, "joint" if "joint" in of else None) for benchmark, of in groups.items()}
+    return {benchmark: mean_rows(of) for benchmark, of in groups.items()}
 
 
 def _table_rows(states: Sequence[RunState]) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ def _print_tables(states: Sequence[RunState]) -> None:
         from tpl.report import rich_table
 
         for row in rows:
-            asked = sum(s.method == row["name"] and s.benchmark == benchmark for s in states)
+            asked = sum(s.method == row["group"] and s.benchmark == benchmark for s in states)
             row["name"] += "" if row["runs"] == asked else f" ({row['runs']} of {asked} runs)"
         most = max(row["runs"] for row in rows)
         title = f"{benchmark}, mean ± deviation over {most} runs" if most > 1 else benchmark

@@ -133,6 +133,18 @@ class Method(ABC):
 
     # What a method may override
 
+    def first_stage(self, stages: int) -> int:
+        """The first of the stages of a run at which the method learns and is measured."""
+        return 0
+
+    def trains_like(self, other: Method) -> bool:
+        """Whether training on the same samples ends in the same network: then `learn_task_from` does without it."""
+        return False
+
+    def learn_task_from(self, other: Method, task: Task, samples: Samples) -> None:
+        """Learn a task without training, from a method with equal training that has just learned the same samples."""
+        raise NotImplementedError
+
     def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods do not use them)
         """Use images held out of the newest task's training, e.g. to calibrate unknown scores."""
 
@@ -147,6 +159,13 @@ class Method(ABC):
     def decide(self, passes: Sequence[Any], want: Collection[str] = ()) -> Answers:
         """Predictions from the results of `forward` for one or several groups of images, which are joined."""
         return Answers(torch.cat([self.log_probabilities(pixels) for pixels in passes]))
+
+    def parts(self, passes: Sequence[Any], answers: Answers) -> dict[str, Tensor]:
+        """log P(class | image) by each part of a prediction alone, by the part's name; empty for a single part.
+
+        `answers` are those of `decide` for the same `passes`, which were made with KEEP.
+        """
+        return {}
 
     def shares_forward(self, other: Method) -> bool:
         """Whether `forward` of another method returns the same as this method's for the same images."""

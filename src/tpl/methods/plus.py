@@ -35,6 +35,11 @@ ALL, AUTO, NO_TASK = "all", "auto", "0"
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
+# The parts of a prediction, by the options that switch the other one off.
+PARTS: dict[str, dict[str, Any]] = {
+    "expert": {"passes": NO_TASK, "calibration": "none"},  # of the bank, which does not count
+    "bank": {"passes": ALL, "expert_weighting": "fixed", "expert_weight": 0.0},
+}
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
 
@@ -304,6 +309,17 @@ class TPLPlus(TPL):
                 within[queried[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
         bank = a * (within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner])
         return (bank.masked_fill(~queried[:, owner], NEVER) + w * expert).log_softmax(dim=1)
+
+    def parts(self, passes: Sequence[ForwardPass], answers: Answers) -> dict[str, Tensor]:
+        """log P(class | image) by the expert alone and by the bank alone."""
+        trained, found = self.config, {}
+        try:
+            for name, changes in PARTS.items():
+                self.config = trained.replace(**changes)
+                found[name] = self.decide(passes, scores=answers.scores).log_p
+        finally:
+            self.config = trained
+        return found
 
     def tasks_to_query(self, expert: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tpl.bench.bounds import BOUNDS, better_bound, bound_name, is_bound
 from tpl.bench.results import RunResult
-from tpl.errors import TplError
 
 
 def percent(value: float) -> str:
@@ -74,8 +74,9 @@ COLUMNS = (
     ),
     Column(
         "forgetting_last", FORGETTING, "Rect. Last", "Forg.\nLast",
-        "Rectified forgetting: accuracy of joint training minus accuracy of the method, averaged over the "
-        "tasks, after the final task. Below zero, the method beats joint training.",
+        "Rectified forgetting: accuracy of the better upper bound (joint training, or a ridge on its features) minus "
+        "accuracy of the method, averaged over the tasks, after the final task. Below zero, the method beats the "
+        "bound, which was then not trained to the end.",
         percent, -1,
     ),
     Column(
@@ -122,34 +123,27 @@ COLUMNS = (
 Row = dict[str, Any]
 
 LOWER, CONTINUAL, UPPER = "lower bound", "continual", "upper bound"
-JOINT = "joint"  # the method that forgetting is measured against
-_ROLES = {"finetune": LOWER, JOINT: UPPER}  # every other method is compared as a continual method
+_ROLES = {"finetune": LOWER} | dict.fromkeys(BOUNDS, UPPER)  # every other method is compared as a continual method
 _ORDER = (LOWER, CONTINUAL, UPPER)
 MISSING = "\N{EN DASH}"  # shown where there is no number
 
 
-def role(name: str, run: RunResult, joint: str | None = None) -> str:
-    """Whether a run is a lower bound, a continual method or an upper bound, such as the run named `joint`."""
-    return UPPER if name == joint else _ROLES.get(str(run.description.get("method")), CONTINUAL)
+def role(run: RunResult) -> str:
+    """Whether a run is a lower bound, a continual method or an upper bound."""
+    return _ROLES.get(str(run.description.get("method")), CONTINUAL)
 
 
-def summary_rows(runs: Mapping[str, RunResult], joint: str | None = None) -> list[Row]:
-    """One row of raw numbers (or None) for each run: lower bounds, then continual methods, then upper bounds."""
-    if joint is not None and joint not in runs:
-        raise TplError(f"There is no run '{joint}' to compare with; there are {', '.join(runs) or 'none'}.")
-    rows = [
-        run_row(name, run, runs[joint] if joint is not None and name != joint else None)
-        | {"role": role(name, run, joint)}
-        for name, run in runs.items()
-    ]
-    return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+def summary_rows(runs: Mapping[str, RunResult]) -> list[Row]:
+    """One row of raw numbers (or None) for each run: lower bounds, then continual methods, then upper bounds.
+
+    The parts of a method's predictions follow it. Forgetting is measured against the better bound among the runs.
+    """
+    return mean_rows({name: [run] for name, run in runs.items()})
 
 
-def run_row(name: str, run: RunResult, bound: RunResult | None = None) -> Row:
-    """One run as a row of raw numbers (or None); forgetting is measured against the joint run `bound`."""
-    values = metrics_of(run, bound)
-    row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run)}
-    return row | {column.key: values.get(column.key) for column in COLUMNS}
+def run_row(name: str, run: RunResult, bounds: Sequence[RunResult] = ()) -> Row:
+    """One run as a row of raw numbers (or None); forgetting is measured against the better one of its `bounds`."""
+    return _mean_row(name, [run], bounds)
 
 
 def metrics_of(run: RunResult, bound: RunResult | None = None) -> dict[str, float | None]:
@@ -161,35 +155,46 @@ def metrics_of(run: RunResult, bound: RunResult | None = None) -> dict[str, floa
     return {column.key: _number(values.get(column.key)) for column in COLUMNS}
 
 
-def matching_joint(run: RunResult, joint: Sequence[RunResult]) -> RunResult | None:
-    """The joint run over the same tasks and images, preferably with the same seed; None if there is none."""
-    keys = ("benchmark", "encoder", "classes", "data", "validation")
-    fitting = [j for j in joint if all(j.description.get(key) == run.description.get(key) for key in keys)]
-    same = [j for j in fitting if j.description.get("seed") == run.description.get("seed")]
-    return next(iter(same or fitting), None)
-
-
-def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = None) -> list[Row]:
+def mean_rows(groups: Mapping[str, Sequence[RunResult]]) -> list[Row]:
     """One row for each group of runs (several class orders and seeds): means, and standard deviations as `KEY_std`.
 
-    Forgetting is measured against a run of the group `joint` over the same tasks and images, if each run has one.
+    The parts of a method's predictions follow it, as rows whose `part` is not None. Forgetting is measured against the
+    better bound over the same tasks and images, if each run of a group has one; `bound` names it.
     """
-    bounds = list(groups.get(joint or "", ()))
+    bounds = [run for runs in groups.values() for run in runs if is_bound(run.description)]
     rows = []
     for name, runs in groups.items():
-        if not runs:
-            continue
-        found = [metrics_of(run, None if name == joint else matching_joint(run, bounds)) for run in runs]
-        row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
-        row["runs"] = len(runs)
-        for column in COLUMNS:
-            values = [some for some in (each[column.key] for each in found) if some is not None]
-            complete = len(values) == len(runs)  # a mean over some of the runs would not say which
-            row[column.key] = float(np.mean(values)) if complete else None
-            spread = complete and len(runs) > 1 and column.group != COST
-            row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
-        rows.append(row)
+        if runs:
+            rows += [_mean_row(name, runs, bounds), *part_rows(name, runs, bounds)]
     return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+def part_rows(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult]) -> list[Row]:
+    """A row for each part of the predictions of a group of runs, where all of them have measured it."""
+    parts = [run.parts() for run in runs]
+    shared = [part for part in parts[0] if all(part in each for each in parts)]
+    return [_mean_row(name, [each[part] for each in parts], bounds, part) for part in shared]
+
+
+def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult], part: str | None = None) -> Row:
+    against = [better_bound(run, bounds) for run in runs]
+    found = [metrics_of(run, bound) for run, bound in zip(runs, against, strict=True)]
+    row: Row = {
+        "name": name if part is None else f"{name}, {part} alone",
+        "group": name,
+        "part": part,
+        "method": runs[0].description.get("method"),
+        "role": role(runs[0]),
+        "runs": len(runs),
+        "bound": " or ".join(sorted({bound_name(bound.description) for bound in against if bound})) or None,
+    }
+    for column in COLUMNS:
+        values = [some for some in (each[column.key] for each in found) if some is not None]
+        complete = len(values) == len(runs)  # a mean over some of the runs would not say which
+        row[column.key] = float(np.mean(values)) if complete else None
+        spread = complete and len(runs) > 1 and column.group != COST
+        row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
+    return row
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from tpl.bench.bounds import better_bound, bounds_of, is_bound
 from tpl.bench.results import RunResult
-from tpl.report.columns import COLUMNS, JOINT, MISSING, Column, matching_joint, metrics_of
+from tpl.report.columns import COLUMNS, MISSING, Column, metrics_of
 from tpl.report.find import FoundRun, group_runs
 from tpl.report.tables import Cell, Table
 
@@ -105,15 +106,12 @@ def compare(ours: Sequence[FoundRun], theirs: Sequence[FoundRun]) -> Comparison:
     with_encoder = not all(len({run.encoder for run in side}) == 1 for side in (ours, theirs))
     pairs = _pairs(ours, theirs, with_encoder)
     paired = {id(run) for pair in pairs for run in pair}
-    bounds = [[run.result for run in side if run.description["method"] == JOINT] for side in (ours, theirs)]
+    bounds = [[run.result for run in side if is_bound(run.description)] for side in (ours, theirs)]
     found = []
     for experiment in group_runs(ours):
         for group in experiment.groups:
             members = [pair for pair in pairs if any(pair[0] is run for run in group.runs)]
-            measured = [
-                tuple(metrics_of(run.result, _bound(run, joint)) for run, joint in zip(pair, bounds, strict=True))
-                for pair in members
-            ]
+            measured = [_measured(*pair, *bounds) for pair in members]
             for column in JUDGED:
                 values = [
                     (a[column.key], b[column.key])
@@ -180,8 +178,15 @@ def _by_key(runs: Sequence[FoundRun], with_encoder: bool) -> dict[str, list[Foun
     return found
 
 
-def _bound(run: FoundRun, joint: Sequence[RunResult]) -> RunResult | None:
-    return None if run.description["method"] == JOINT else matching_joint(run.result, joint)
+def _measured(
+    mine: FoundRun, other: FoundRun, my_bounds: Sequence[RunResult], other_bounds: Sequence[RunResult]
+) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """The metrics of a pair; forgetting is measured against the same bound, the better one that both have."""
+    known = [b.description["method"] for b in bounds_of(other.result, other_bounds)]
+    best = better_bound(mine.result, [b for b in my_bounds if b.description["method"] in known])
+    method = None if best is None else best.description["method"]
+    theirs = better_bound(other.result, [b for b in other_bounds if b.description["method"] == method])
+    return metrics_of(mine.result, best), metrics_of(other.result, theirs)
 
 
 def _encoders(mine: FoundRun, other: FoundRun) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from tpl.bench.bounds import is_bound
 from tpl.bench.metrics import Matrix, accuracy_so_far
 from tpl.bench.paper.judge import Run
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.report.columns import CONTINUAL, JOINT, Row, matching_joint, mean_rows, role, run_row
+from tpl.report.columns import CONTINUAL, Row, mean_rows, role, run_row
 
 # Required in run.json; anything else may be missing.
 _REQUIRED = ("benchmark", "method", "options", "seed", "order", "classes", "test_images", "encoder", "data")
@@ -128,7 +129,7 @@ class Group:
     @property
     def role(self) -> str:
         """Whether the method is a lower bound, an upper bound or a continual method."""
-        return role(self.name, self.runs[0].result)
+        return role(self.runs[0].result)
 
     def mean_matrix(self, kind: str) -> Matrix | None:
         """The accuracy matrix, averaged over the runs."""
@@ -194,23 +195,21 @@ class Experiment:
         return self.runs[0].encoder
 
     @cached_property
-    def joint(self) -> list[RunResult]:
-        """Joint runs, which forgetting is measured against."""
-        return [run.result for run in self.runs if run.description["method"] == JOINT]
+    def bounds(self) -> list[RunResult]:
+        """The upper bounds, which forgetting is measured against."""
+        return [run.result for run in self.runs if is_bound(run.description)]
 
     @cached_property
     def rows(self) -> list[Row]:
-        """One row for each group: means and standard deviations."""
-        joint = next((group.name for group in self.groups if group.method == JOINT), None)
-        return mean_rows({group.name: [run.result for run in group.runs] for group in self.groups}, joint)
+        """One row for each group, and for each part of its predictions: means and standard deviations."""
+        return mean_rows({group.name: [run.result for run in group.runs] for group in self.groups})
 
     def run_rows(self) -> list[Row]:
         """One row for each run, with its class order, seed and directory."""
         rows = []
         for group in self.groups:
             for run in group.runs:
-                bound = None if group.method == JOINT else matching_joint(run.result, self.joint)
-                row = run_row(group.name, run.result, bound)
+                row = run_row(group.name, run.result, self.bounds)
                 rows.append(row | {key: run.description[key] for key in ("order", "seed")} | {"place": run.place})
         return rows
 

@@ -18,8 +18,8 @@ from tpl.report import sentences
 from tpl.report.columns import (
     CONTINUAL,
     COST,
-    JOINT,
     MISSING,
+    UPPER,
     Column,
     Row,
     best,
@@ -42,7 +42,7 @@ from tpl.report.figures import (
 from tpl.report.find import Experiment, Findings, Group, group_runs
 from tpl.report.paper import paper_of, ranking_of
 from tpl.report.svg import SERIES
-from tpl.report.tables import Paper, overview, ranking_table
+from tpl.report.tables import Paper, forgetting_sentence, overview, ranking_table
 
 Context = dict[str, Any]  # what a template shows
 
@@ -101,6 +101,7 @@ def _meanings(experiments: Sequence[Experiment]) -> dict[str, list[Column]]:
 def _experiment(experiment: Experiment, ident: str) -> Context:
     """The content of an experiment's section; its ids start with `ident`."""
     rows, columns, paper = experiment.rows, columns_of(experiment.rows), paper_of(experiment)
+    whole = [row for row in rows if row["part"] is None]  # a part has no costs of its own
     styles = _styles(experiment)
     descriptions = [run.description for run in experiment.runs]
     classes = descriptions[0]["classes"]
@@ -112,11 +113,11 @@ def _experiment(experiment: Experiment, ident: str) -> Context:
         "facts": [*sentences.facts(descriptions), ("Made on", sentences.machines(descriptions))],
         "cautions": sentences.cautions(descriptions),
         "has_rivals": experiment.has_rivals,
-        "joint": _joint(experiment),
+        "bounds": _bounds(experiment),
         "max_runs": max(len(group.runs) for group in experiment.groups),
         "tables": {
             "results": _table(rows, [c for c in columns if c.group != COST], paper, styles),
-            "costs": _table(rows, [c for c in columns if c.group == COST], paper, styles),
+            "costs": _table(whole, [c for c in columns if c.group == COST], paper, styles),
         },
         "ranking": _ranking(experiment),
         "styles": styles,
@@ -174,7 +175,8 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], paper: Paper, styles:
         {
             "name": row["name"],
             "role": None if row["role"] == CONTINUAL else row["role"],
-            "style": styles[row["name"]],
+            "part": row["part"],
+            "style": styles[row["group"]],
             "runs": row["runs"],
             "cells": [
                 {
@@ -191,15 +193,14 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], paper: Paper, styles:
     return {"groups": groups, "rows": shown}
 
 
-def _joint(experiment: Experiment) -> str:
-    """Why rectified forgetting is not shown for some or all methods; empty if it is."""
-    if not experiment.joint:
-        return "Rectified forgetting is not shown: it needs a joint run to compare with."
-    lacking = [r["name"] for r in experiment.rows if r["forgetting_last"] is None and r["method"] != JOINT]
-    if not lacking:
-        return ""
+def _bounds(experiment: Experiment) -> str:
+    """What rectified forgetting is measured against, and why it is not shown for some or all methods."""
+    found = forgetting_sentence(experiment)
+    lacking = [r["name"] for r in experiment.rows if r["forgetting_last"] is None and r["role"] != UPPER]
+    if not lacking or not experiment.bounds:
+        return found
     return (
-        f"Rectified forgetting needs a joint run over the same tasks for every run; {', '.join(lacking)} lack some. "
+        f"{found} It needs a bound over the same tasks for every run; {', '.join(lacking)} lack some. "
         "The table of all runs shows it for the others."
     )
 

@@ -47,14 +47,12 @@ def finding(rows: Sequence[Row]) -> list[tuple[str, str]]:
         (f"{percent(winner['last'])} %", "strong"),
         (" of the test images correctly", ""),
     ]
-    others = [
-        f"{phrase} {percent(found[role][0]['last'])} %"
-        for role, phrase in (
-            (UPPER, "joint training on all data, the upper bound, reaches"),
-            (LOWER, "plain fine-tuning, the lower bound, reaches"),
-        )
-        if found[role]
-    ]
+    others = []
+    if found[UPPER]:
+        bound = max(found[UPPER], key=lambda row: float(row["last"]))
+        others.append(f"{bound['name']}, which trains on all data at once, reaches {percent(bound['last'])} %")
+    if found[LOWER]:
+        others.append(f"plain fine-tuning, the lower bound, reaches {percent(found[LOWER][0]['last'])} %")
     return [*pieces, (f"; {' and '.join(others)}." if others else ".", "")]
 
 

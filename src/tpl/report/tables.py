@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.text import Text
 
+from tpl.bench.bounds import bounds_sentence
 from tpl.report.columns import (
     ACCURACY,
     CONTINUAL,
@@ -39,6 +40,7 @@ class Cell:
 
     text: str
     bold: bool = False
+    indent: bool = False  # for a part of the method in the row above
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,12 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""  # a sentence about the table
 
 
-def results_table(rows: Sequence[Row], title: str = "", paper: Paper | None = None, only: Sequence[str] = ()) -> Table:
+def results_table(
+    rows: Sequence[Row], title: str = "", paper: Paper | None = None, only: Sequence[str] = (), note: str = ""
+) -> Table:
     """Rows as a table, the best continual values bold; a column is followed by the paper's values if it has any.
 
     `only` names the groups of columns to show; empty: all of them.
@@ -63,13 +68,13 @@ def results_table(rows: Sequence[Row], title: str = "", paper: Paper | None = No
         head += [column.title + _UNITS.get(column.group, "")] + (["paper"] if column.key in beside else [])
     made = []
     for row in rows:
-        cells = [Cell(_row_name(row))]
+        cells = [Cell(_row_name(row), indent=row["part"] is not None)]
         for column in columns:
             cells.append(Cell(cell(row, column), row["name"] in winners[column.key]))
             if column.key in beside:
                 cells.append(_paper_cell(paper.get(row["name"], {}), column))
         made.append(tuple(cells))
-    return Table(title, tuple(head), tuple(made))
+    return Table(title, tuple(head), tuple(made), note)
 
 
 def _row_name(row: Row) -> str:
@@ -85,11 +90,19 @@ def _paper_cell(values: Mapping[str, PaperValue], column: Column) -> Cell:
 def experiment_tables(experiment: Experiment) -> list[Table]:
     """An experiment's results, and its costs."""
     rows, paper, runs = experiment.rows, paper_of(experiment), max(len(group.runs) for group in experiment.groups)
+    whole = [row for row in rows if row["part"] is None]  # a part has no costs of its own
     over = f", mean ± standard deviation over up to {runs} runs" if runs > 1 else ""
     return [
-        results_table(rows, f"{experiment.title}{over}", paper, (ACCURACY, SCORES, FORGETTING)),
-        results_table(rows, f"{experiment.title}: size and time", paper, (COST,)),
+        results_table(
+            rows, f"{experiment.title}{over}", paper, (ACCURACY, SCORES, FORGETTING), forgetting_sentence(experiment)
+        ),
+        results_table(whole, f"{experiment.title}: size and time", paper, (COST,)),
     ]
+
+
+def forgetting_sentence(experiment: Experiment) -> str:
+    """What rectified forgetting is measured against in an experiment."""
+    return bounds_sentence(experiment.bounds, [row["bound"] for row in experiment.rows if row["bound"]])
 
 
 def overview(experiments: Sequence[Experiment]) -> Table | None:
@@ -152,23 +165,31 @@ def markdown(rows: Sequence[Row]) -> str:
 def to_markdown(table: Table) -> str:
     """A table as Markdown, below its title if it has one."""
     lines = [[_plain(text) for text in table.head], [":--", *("--:" for _ in table.head[1:])]]
-    lines += [[f"**{_plain(c.text)}**" if c.bold else _plain(c.text) for c in row] for row in table.rows]
+    lines += [[("&emsp;" if c.indent else "") + _markdown(c) for c in row] for row in table.rows]
     text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    text += f"\n{_plain(table.note)}\n" if table.note else ""
     return f"### {_plain(table.title)}\n\n{text}" if table.title else text
+
+
+def _markdown(cell: Cell) -> str:
+    return f"**{_plain(cell.text)}**" if cell.bold else _plain(cell.text)
 
 
 def to_latex(table: Table, label: str) -> str:
     """A table as a LaTeX float; needs the package `booktabs`."""
-    rows = [
-        " & ".join(rf"\textbf{{{escape(c.text)}}}" if c.bold else escape(c.text) for c in row) for row in table.rows
-    ]
+    rows = [" & ".join((r"\quad " if c.indent else "") + _latex(c) for c in row) for row in table.rows]
+    caption = f"{table.title}. {table.note}" if table.note else table.title
     body = "".join(f"{row} \\\\\n" for row in rows)
     return (
         "\\begin{table}\n\\centering\n\\small\n"
-        f"\\caption{{{escape(table.title)}}}\n\\label{{{label}}}\n"
+        f"\\caption{{{escape(caption)}}}\n\\label{{{label}}}\n"
         f"\\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}\n\\toprule\n"
         f"{' & '.join(map(escape, table.head))} \\\\\n\\midrule\n{body}\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
     )
+
+
+def _latex(cell: Cell) -> str:
+    return rf"\textbf{{{escape(cell.text)}}}" if cell.bold else escape(cell.text)
 
 
 def escape(text: str) -> str:
@@ -233,13 +254,17 @@ def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None 
 
 def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> rich_tables.Table:
     winners = {column.key: best(rows, column) for column in columns}
-    table = rich_tables.Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold")
+    against = list(dict.fromkeys(row["bound"] for row in rows if row["bound"]))
+    caption = f"Forgetting is measured against {' or '.join(against)}." if against else None
+    table = rich_tables.Table(
+        title=title, caption=caption, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold"
+    )
     table.add_column("\nMethod", overflow="fold", min_width=8)
     for column in columns:
         table.add_column(column.short, justify="right", no_wrap=True)
     for row in rows:
         bound = row["role"] != CONTINUAL
-        name = Text(str(row["name"]))
+        name = Text(str(row["name"]) if row["part"] is None else f"  {row['part']} alone")
         if bound:
             name.append(f"\n({row['role'].split()[0]})", style="italic")
         cells = [Text(cell(row, c), style="bold" if row["name"] in winners[c.key] else "") for c in columns]

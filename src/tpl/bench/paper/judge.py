@@ -63,7 +63,7 @@ class Run:
         }[quantity]
         fitting = [j for j in joint if j.classes == self.classes and j.description["data"] == self.description["data"]]
         found = [measure(self.result.matrices["cil"], other.result.matrices["cil"]) for other in fitting]
-        return float(np.mean(found)) if found else None
+        return float(np.mean(found)) if found and np.isfinite(found).all() else None  # a bound may lack stages
 
 
 @dataclass(frozen=True)

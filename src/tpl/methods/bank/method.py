@@ -27,7 +27,7 @@ from tpl.errors import TplError
 from tpl.memory import POLICIES, Memory
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.methods.bank.training import TrainingJob, run_jobs
+from tpl.methods.bank.training import TrainingJob, run_jobs, same_samples, to_all
 from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
 from tpl.nets import Encoder
 from tpl.scores.calibration import smallest_share, unknown_scores
@@ -416,7 +416,7 @@ def learn_together(
     """Each method learns its task; all of them do, or none if one fails. `held` are images that are not trained on.
 
     Bank methods with the same encoder, settings and number of images share the passes over the frozen trunk; the result
-    is that of learning alone, up to rounding. Other methods learn one after the other.
+    is that of learning alone, up to rounding. Other methods learn one after the other, and copy equal trainings.
     """
     held = held or [None] * len(methods)
     if len(methods) == 1:
@@ -429,8 +429,21 @@ def learn_together(
         ]
         rows = list(zip(methods, tasks, samples, callbacks, strict=True))
         run_jobs([m.training_job(task, own, callback) for m, task, own, callback in rows if isinstance(m, BankMethod)])
-        for method, task, own, callback in rows:
+        for method, task, own, _ in rows:
             if isinstance(method, BankMethod):
                 method.conclude(task, own)
-            else:
-                method.learn_task(task, own, callback)
+        _learn_others([row for row in rows if not isinstance(row[0], BankMethod)])
+
+
+def _learn_others(rows: Sequence[tuple[Method, Task, Samples, Callback]]) -> None:
+    """Methods without a bank learn one after the other; equal trainings on equal samples are done once."""
+    groups: list[list[tuple[Method, Task, Samples, Callback]]] = []
+    for row in rows:
+        twins = (g for g in groups if row[0].trains_like(g[0][0]) and same_samples(row[2], g[0][2]))
+        group = next(twins, None)
+        groups.append([row]) if group is None else group.append(row)
+    for first, *rest in groups:
+        method, task, samples, _ = first
+        method.learn_task(task, samples, to_all([callback for *_, callback in (first, *rest)]))
+        for twin, same_task, same, _ in rest:
+            twin.learn_task_from(method, same_task, same)

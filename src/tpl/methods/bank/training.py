@@ -77,8 +77,8 @@ class TrainingJob:
             and torch.equal(self.generator.get_state(), other.generator.get_state())
             and _same(a.used, b.used)
             and all(torch.equal(x, y) for x, y in zip(a.adapters.weights, b.adapters.weights, strict=True))
-            and _same_samples(self.samples, other.samples)
-            and _same_samples(self.replay, other.replay)
+            and same_samples(self.samples, other.samples)
+            and same_samples(self.replay, other.replay)
         )
 
 
@@ -92,7 +92,7 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
         for job in alike:
             twins = next((group for group in groups if group[0].equals(job)), None)
             groups.append([job]) if twins is None else twins.append(job)
-        firsts = [replace(group[0], callback=_to_all(group)) for group in groups]
+        firsts = [replace(group[0], callback=to_all([job.callback for job in group])) for group in groups]
         for together in [firsts] if firsts[0].bank.encoder.pretrained else [[job] for job in firsts]:
             _train_together(together)
         for first, *twins in groups:
@@ -100,12 +100,12 @@ def run_jobs(jobs: Sequence[TrainingJob]) -> None:
                 twin.bank.copy_newest(first.bank)
 
 
-def _to_all(group: list[TrainingJob]) -> Callback:
-    """A callback that passes events on to every job of the group."""
+def to_all(callbacks: Sequence[Callback]) -> Callback:
+    """A callback that passes events on to all of these."""
 
     def callback(event: Event) -> None:
-        for job in group:
-            job.callback(event)
+        for each in callbacks:
+            each(event)
 
     return callback
 
@@ -252,7 +252,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _same_samples(a: Samples | None, b: Samples | None) -> bool:
+def same_samples(a: Samples | None, b: Samples | None) -> bool:
+    """Whether both are absent, or have the same images and labels."""
     if a is None or b is None:
         return a is b
     return len(a) == len(b) and torch.equal(a.labels, b.labels) and torch.equal(a.pixels, b.pixels)

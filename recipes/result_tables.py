@@ -1,9 +1,12 @@
-"""The tables on CIFAR-100 in results/README.md and the documentation, made from the runs in results/c100.
+"""The tables of results on the front page, in results/README.md and the documentation, made from the runs in results/.
 
-python recipes/cifar100_tables.py            # write them into the pages, beneath their marks
-python recipes/cifar100_tables.py --check    # do they agree? Exits with 1 if not
+python recipes/result_tables.py            # write them into the pages, beneath their marks
+python recipes/result_tables.py --check    # do they agree? Exits with 1 if not
 
 A mark is a comment `<!-- table: NAME -->`; the table beneath it, up to the next empty line, is the recipe's.
+
+A run counts for the table of its benchmark if its directory is results/*/BENCHMARK-ENCODER-NAME-ORDER, with a NAME of
+`ROWS` and the order as run.json has it (`random:1` is `random-1`). A row without such a run says "not run".
 """
 
 from __future__ import annotations
@@ -19,17 +22,33 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tpl.bench.paper import find_rows
+from tpl.bench.bounds import BOUNDS, bound_name, trained_to_the_end
+from tpl.bench.paper import AVERAGE, find_rows, load_rows
 from tpl.bench.results import RunResult
 from tpl.report.find import find_runs, group_runs
 from tpl.report.paper import Ranking, ranking_of
 
 ROOT = Path(__file__).parents[1]
-RUNS = ROOT / "results/c100"
+RESULTS = ROOT / "results"
+RUNS = RESULTS / "c100"
 BASELINES = RUNS / "baselines-vit-tiny-natural"
 PAGES = {
-    "results/README.md": ("tpl", "joint", "family", "beyond", "study", "baselines", "scores", "scratch", "parts"),
-    "README.md": ("summary",),
+    "results/README.md": (
+        "tpl",
+        "family",
+        "c10-5t",
+        "c100-10t",
+        "c100-20t",
+        "t-5t",
+        "t-10t",
+        "study",
+        "baselines",
+        "scores",
+        "scratch",
+        "parts",
+    ),
+    "README.md": ("front",),
+    "docs/not-reached.md": ("below", "never-run"),
     "docs/beyond.md": ("answers", "kinds", "inference"),
     "docs/which-method.md": ("family", "answers", "memory"),
 }
@@ -58,12 +77,55 @@ SCRATCH_ROWS = {  # a run, and what it is called
 }
 UNADAPTED = "`ranpac`, `adapt=none`"  # how it was run: without the first-task adaptation that is published
 AUTO = "passes = auto, mass = 0.8"  # the default of `passes_mass`
+FRONT = "vit-tiny"  # the encoder of the front page
+TITLES = {"vit-tiny": "ViT-tiny", "deit-tiny": "DeiT-tiny", "vit-small": "ViT-S", "deit-small": "DeiT-S"}  # of encoders
+BENCHMARKS = {  # and another one over the same images: joint training on all classes knows of no tasks
+    "c10-5t": "c10-5t",
+    "c100-10t": "c100-20t",
+    "c100-20t": "c100-10t",
+    "t-5t": "t-10t",
+    "t-10t": "t-5t",
+}
+ROWS = {  # NAME of a run directory, and what is said about it besides the method
+    "joint-ridge": "upper bound",
+    "joint": "upper bound",
+    "tpl-plus": "",
+    "tpl": "",
+    "ranpac-first": "adapted to the first task, as published",
+    "ranpac": "encoder as it is",
+    "anacp": "",
+    "klda": "",
+    "slca": "",
+    "ease": "",
+}
+PARTS = "expert", "bank"  # of tpl-plus
+NOT_RUN = "not run"
 
 
 def runs_of(setting: str, method: str) -> list[RunResult]:
     """One a class order, as far as there are any."""
     places = [RUNS / f"{setting}-{method}-{order}" for order in ORDERS]
     return [RunResult.read(place) for place in places if place.is_dir()]
+
+
+def encoders_of(benchmark: str) -> list[str]:
+    """The encoders that have runs on a benchmark, by their names in directories; those of the paper's order first."""
+    names = "|".join(map(re.escape, sorted(ROWS, key=len, reverse=True)))
+    pattern = re.compile(rf"{benchmark}-(.+?)-(?:{names})-(?:natural|random-\d+|[^-]+)")
+    found = {match[1] for place in RESULTS.glob(f"*/{benchmark}-*") if (match := pattern.fullmatch(place.name))}
+    return sorted((name for name in found if not name.startswith("resnet")), key=lambda n: (n != FRONT, n))
+
+
+def rows_of(benchmark: str, encoder: str, name: str) -> list[tuple[Path, RunResult]]:
+    """The runs of one row on test images, one a class order, with their directories."""
+    found = []
+    for place in sorted(RESULTS.glob(f"*/{benchmark}-{encoder}-{name}-*")):
+        if (place / "results.json").is_file():
+            run = RunResult.read(place)
+            order = str(run.description["order"]).replace(":", "-")
+            if place.name == f"{benchmark}-{encoder}-{name}-{order}" and run.description["validation"] is None:
+                found.append((place, run))
+    return found
 
 
 def percent(runs: list[RunResult], key: str) -> list[float]:
@@ -144,29 +206,6 @@ def family_table() -> list[str]:
     return table(head, rows(), 2)
 
 
-def beyond_table() -> list[str]:
-    """TPL, RanPAC over the encoder as it is, and `tpl-plus`."""
-
-    def rows() -> Iterator[list[str]]:
-        for setting, title in SETTINGS.items():
-            tasks = setting[5:7]
-            for method, passes in (("tpl", tasks), ("ranpac", "0"), ("tpl-plus", tasks)):
-                runs = runs_of(setting, method)
-                cells = [spread(percent(runs, "last")), *(mean(percent(runs, key)) for key in ("aia", "til", "tp"))]
-                yield [
-                    title if method == "tpl" else "",
-                    UNADAPTED if method == "ranpac" else f"`{method}`",
-                    *cells,
-                    passes,
-                ]
-            found = [each[AUTO] for each in plus_variants(setting)]
-            last, tp, few = ([row[key] for row in found] for key in ("last", "tp", "passes"))
-            auto = spread([100 * x for x in last]), "", "", mean([100 * x for x in tp]), mean(few, 1)
-            yield ["", "`tpl-plus`, `passes=auto`", *auto]
-
-    return table(" | | Last | AIA | TIL | task prediction | tasks queried", rows(), 2)
-
-
 def lasts(setting: str) -> list[str]:
     """Mean Last of `tpl`, `ranpac` and `tpl-plus`, the best one bold."""
     tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
@@ -196,39 +235,167 @@ def answers_table() -> list[str]:
     return table(f" | `tpl` | {UNADAPTED} | expert | `tpl-plus` | `passes=auto` | task models queried", rows(), 1)
 
 
-def summary_table() -> list[str]:
-    """The same, shorter, beside the paper's TPL."""
+def label(name: str, runs: Sequence[RunResult]) -> str:
+    """A row's method, and what must be known about it."""
+    if name in BOUNDS and runs and not trained_to_the_end(runs[0].description):
+        return bound_name(runs[0].description)
+    said = f", {ROWS[name]}" if ROWS[name] else ""
+    return f"`{name.removesuffix('-first')}`{said}"
+
+
+def recipe(run: RunResult) -> str:
+    """How a run was trained."""
+    options = run.description["options"]
+    if "epochs" not in options or options.get("adapt") == "none":
+        return "no training"
+    schedule, augment = options.get("schedule", "constant"), options.get("augment", "none")  # not in early versions
+    return (
+        f"{options['epochs']} epochs, rate {options['lr']:g} {schedule}, {augment.replace('none', 'no')} augmentation"
+    )
+
+
+def part_lasts(found: Sequence[tuple[Path, RunResult]], part: str) -> list[dict[str, float | None]]:
+    """Accuracies of one part of tpl-plus in every run: measured with the run, or after it by `tpl ablate`."""
+    if all(part in run.part_matrices for _, run in found):
+        return [run.parts()[part].summary for _, run in found]
+    if all((place / "ablate.json").is_file() for place, _ in found):
+        return [{"last": variants(place)[f"{part} alone"]["last"]} for place, _ in found]
+    return []
+
+
+def shown(values: Sequence[float | None], places: int = 2) -> str:
+    """Mean and deviation in percent; a dash where a run lacks the number."""
+    numbers = [100 * value for value in values if value is not None]
+    return spread(numbers) if numbers and len(numbers) == len(values) else "–"
+
+
+def bound_last(benchmark: str, encoder: str) -> float | None:
+    """Last of the better upper bound over the same images; None without one that was trained to the end."""
+    lasts = []
+    for name, where in product(BOUNDS, (benchmark, BENCHMARKS[benchmark])):
+        runs = [run for _, run in rows_of(where, encoder, name) if trained_to_the_end(run.description)]
+        lasts += [statistics.mean(run.summary["last"] for run in runs)] if runs else []
+    return max(lasts, default=None)
+
+
+def benchmark_table(benchmark: str) -> list[str]:
+    """Bounds, tpl-plus with its parts, TPL and its rivals on one benchmark, an encoder after the other."""
 
     def rows() -> Iterator[list[str]]:
-        for setting in SETTINGS:
-            (paper,) = find_rows([f"encoders/{setting[9:]}/{setting[:8]}"])
-            title = f"{setting[5:7]} tasks, {SETTINGS[setting].split(', ')[1]}"
-            yield [title, f"{paper.last:.2f}", *lasts(setting), asked(setting)]
+        for encoder in encoders_of(benchmark):
+            title, bound = TITLES.get(encoder, encoder), bound_last(benchmark, encoder)
+            for name in ROWS:
+                found = rows_of(benchmark, encoder, name)
+                runs = [run for _, run in found]
+                if not runs:
+                    yield [title, label(name, runs), *["–"] * 2, NOT_RUN, *["–"] * 3]
+                    continue
+                sha = runs[0].description["encoder"]["sha256"][:8]
+                numbers = [shown([run.summary[key] for run in runs]) for key in ("last", "aia", "til")]
+                behind = _behind(bound, [run.summary["last"] for run in runs], name)
+                yield [f"{title} ({sha})", label(name, runs), str(len(runs)), recipe(runs[0]), *numbers, behind]
+                for part in PARTS if name == "tpl-plus" else ():
+                    of = part_lasts(found, part)
+                    numbers = [shown([each.get(key) for each in of]) for key in ("last", "aia", "til")]
+                    cells = [*numbers, _behind(bound, [each["last"] for each in of], name)]
+                    cells = cells if of else [NOT_RUN, *["–"] * 3]
+                    yield [f"{title} ({sha})", f"&emsp;`tpl-plus`, {part} alone", str(len(of)), "", *cells]
+        if not encoders_of(benchmark):
+            yield ["–", "every method", *["–"] * 2, NOT_RUN, *["–"] * 3]
 
-    head = f" | the paper's TPL | `tpl` | {UNADAPTED} | **`tpl-plus`** | task models queried, of all"
-    return table(head, rows(), 1)
+    head = "encoder (hash) | method | class orders | recipe | Last | AIA | TIL | rectified forgetting"
+    return table(head, rows(), 2)
 
 
-def joint_table() -> list[str]:
-    """TPL's rectified forgetting: how far it stays behind joint training of the same adapters, natural order.
+def _behind(bound: float | None, lasts: Sequence[float | None], name: str) -> str:
+    known = [last for last in lasts if last is not None]
+    if bound is None or name in BOUNDS or len(known) < len(lasts) or not known:
+        return "–"
+    return f"{100 * (bound - statistics.mean(known)):.2f}"
 
-    Joint training on all classes does not know of tasks: its last stage bounds 20 tasks as it does 10.
-    """
+
+def front_table() -> list[str]:
+    """Last on every benchmark with one encoder; the number of class orders in parentheses."""
+
+    def lasts_of(benchmark: str, name: str, part: str = "") -> tuple[str, list[RunResult]]:
+        found = rows_of(benchmark, FRONT, name)
+        runs = [run for _, run in found]
+        values = [each["last"] for each in part_lasts(found, part)] if part else [run.summary["last"] for run in runs]
+        if values and found:
+            return f"{shown(values)} ({len(values)})", runs
+        other = BENCHMARKS[benchmark]
+        if name in BOUNDS and rows_of(other, FRONT, name):
+            return f"as {other.upper()}", []
+        return NOT_RUN, []
 
     def rows() -> Iterator[list[str]]:
-        for setting, title in SETTINGS.items():
-            joint = RunResult.read(RUNS / f"{setting.replace('20t', '10t')}-joint-natural")
-            ours = RunResult.read(RUNS / f"{setting}-tpl-natural")
-            epochs, last = str(joint.description["options"]["epochs"]), joint.summary["last"]
-            cells: tuple[float | None, ...]
-            if ours.description["benchmark"] == joint.description["benchmark"]:
-                lost = ours.against(joint)
-                cells = last, joint.summary["aia"], lost["forgetting_last"], lost["forgetting_aia"]
-            else:
-                cells = last, None, last - ours.summary["last"], None
-            yield [title, epochs, *(f"{100 * x:.2f}" if x is not None else "–" for x in cells)]
+        for name in ROWS:
+            cells, made = zip(*(lasts_of(benchmark, name) for benchmark in BENCHMARKS), strict=True)
+            runs = [run for each in made for run in each]
+            epochs = sorted({int(run.description["options"]["epochs"]) for run in runs if recipe(run) != "no training"})
+            yield [
+                label(name, runs),
+                "–".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if epochs else "–",
+                *cells,
+            ]
+            for part in PARTS if name == "tpl-plus" else ():
+                cells = tuple(lasts_of(benchmark, name, part)[0] for benchmark in BENCHMARKS)
+                yield [f"&emsp;`tpl-plus`, {part} alone", "", *cells]
+        paper = [find_rows([f"encoders/{FRONT}/{benchmark}"])[0] for benchmark in BENCHMARKS]
+        yield ["TPL in the paper", "10–40", *(f"{row.last:.2f} (5)" for row in paper)]
 
-    return table(" | joint: epochs | Last | AIA | TPL's rectified forgetting, Last | AIA", rows(), 1)
+    shas = {
+        run.description["encoder"]["sha256"][:8]
+        for benchmark, name in product(BENCHMARKS, ROWS)
+        for _, run in rows_of(benchmark, FRONT, name)
+    }
+    encoder = f"{TITLES[FRONT]} ({', '.join(sorted(shas))})"
+    return table(" | ".join([encoder, "epochs", *(name.upper() for name in BENCHMARKS)]), rows(), 1)
+
+
+def below_table() -> list[str]:
+    """Runs with the paper's own encoder that stay below the paper's Last."""
+
+    def rows() -> Iterator[list[str]]:
+        pairs = [
+            (f"{benchmark}-resnet18", name, f"resnet18/{name.removesuffix('-plain')}/{benchmark}", "ResNet-18")
+            for benchmark, name in product(SCRATCH, ("tpl", "tpl-plain", "row", "more", "hat", "der"))
+        ]
+        pairs += [(setting, "tpl", f"encoders/{setting.split('t-', 1)[1]}/{setting[:8]}", "") for setting in SETTINGS]
+        printed = {row.name: row for row in load_rows()}
+        for setting, name, row, encoder in pairs:
+            runs, paper = runs_of(setting, name), printed.get(row)
+            if not runs or paper is None or paper.last is None:
+                continue
+            ours = statistics.mean(percent(runs, "last"))
+            if ours < paper.last:
+                title = SCRATCH_ROWS.get(name, name) if encoder else name.upper()
+                where = f"{setting[:8].upper()}, {encoder or SETTINGS[setting].split(', ')[1]}"
+                numbers = f"{ours:.2f}", f"{paper.last:.2f}", f"{paper.last - ours:.2f}"
+                yield [where, title, str(len(runs)), *numbers]
+
+    return table(" | method | class orders | Last | the paper's Last | below it by", rows(), 2)
+
+
+def never_run_table() -> list[str]:
+    """How many rows of each of the paper's tables have a run here: the same method, benchmark and encoder."""
+
+    def rows() -> Iterator[list[str]]:
+        made = {
+            (run.description["benchmark"], run.description["method"], run.description["encoder"]["name"])
+            for run in (RunResult.read(file.parent) for file in sorted(RESULTS.rglob("results.json")))
+            if run.description["validation"] is None
+        }
+        tables: dict[str, list[tuple[bool, str]]] = {}
+        for row in load_rows():
+            if row.benchmark != AVERAGE:
+                has = (row.benchmark, row.method, row.encoder) in made
+                tables.setdefault(row.table, []).append((has, row.encoder))
+        for name, found in tables.items():
+            lacking = sorted({encoder for has, encoder in found if not has})
+            yield [name, str(len(found)), str(sum(has for has, _ in found)), ", ".join(f"`{e}`" for e in lacking)]
+
+    return table("table of the paper | rows | with a run here | encoders of the rows without one", rows(), 1)
 
 
 def kinds_table() -> list[str]:
@@ -295,7 +462,8 @@ def baselines_table() -> list[str]:
             found, lost = run.summary, run.against(runs["joint"])
             cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til")]
             behind = [
-                f"{100 * lost[key]:.1f}" if method != "joint" else "–" for key in ("forgetting_last", "forgetting_aia")
+                f"{100 * value:.1f}" if value is not None and method != "joint" else "–"
+                for value in (lost["forgetting_last"], lost["forgetting_aia"])
             ]
             cost = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
             place = places.get(method)
@@ -303,10 +471,11 @@ def baselines_table() -> list[str]:
                 [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
             )
             rate = str(run.description["options"].get("lr", "–"))
-            yield [method, *cells, *behind, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]
+            name = bound_name(run.description) if method in BOUNDS else method
+            yield [name, *cells, *behind, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]
 
     head = (
-        "method | Last | AIA | TIL | forgetting, Last | AIA | network, MB | memory, MB | s a task | rate | "
+        "method | Last | AIA | TIL | behind joint, Last | AIA | network, MB | memory, MB | s a task | rate | "
         "paper's Last | place, ours / paper's"
     )
     return table(head, rows(), 1)
@@ -367,8 +536,10 @@ def parts_table() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    name.removesuffix("_table"): make for name, make in list(globals().items()) if name.endswith("_table")
-}
+    name.removesuffix("_table").replace("_", "-"): make
+    for name, make in list(globals().items())
+    if name.endswith("_table") and make is not benchmark_table
+} | {benchmark: partial(benchmark_table, benchmark) for benchmark in BENCHMARKS}
 
 
 def filled(text: str, names: Sequence[str]) -> str:
