@@ -12,7 +12,7 @@ from tensors import differences, tensors_of
 from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.bank import ForwardPass
-from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.methods.base import KEEP, UNKNOWN, task_of_class
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.stream import Stream
@@ -141,6 +141,50 @@ def test_the_expert_may_see_through_the_first_task(small_stream: Stream, tmp_pat
     torch.testing.assert_close(again.log_probabilities(pixels), method.log_probabilities(pixels))
     assert differences(tensors_of(again), tensors_of(method)) == []
     assert passes_of(method, pixels) == 1
+
+
+def test_the_expert_may_see_through_several_tasks(
+    small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpl.methods.plus.MOST_VIEWS", 2)
+    learner = Learner(
+        "tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "memory": 64, "expert_views": "several"})
+    )
+    method = learner.method
+    assert isinstance(method, TPLPlus) and small_stream[1].test is not None
+    pixels = method.preprocess.batch(small_stream[1].test)
+    learner.learn(small_stream[0], held_out=0.25)
+    before = method.forward(pixels, {KEEP})
+    for task in small_stream[1:3]:
+        learner.learn(task, held_out=0.25)
+    assert method.views_ == method.bank.tasks[:2]
+    dim, common = method.encoder.dim, method.common_features(pixels)
+    torch.testing.assert_close(common[:, dim : 2 * dim], method.outputs_of(0, pixels).features)
+    torch.testing.assert_close(common[:, 2 * dim :], method.outputs_of(1, pixels).features)
+    assert all(held.common is not None and held.common.shape[1] == 3 * dim for held in method.held_)
+    everyone = method.answer(pixels).log_p
+    kept = method.forward(pixels, {KEEP}, before)  # of a stage at which there was one view less
+    torch.testing.assert_close(method.decide([kept]).log_p, everyone)
+    method.rescore(passes="1")
+    asked = method.answer(pixels, {UNKNOWN})
+    assert bool((method.tasks_to_query(method.expert_log_probabilities(common))[:, :2]).all())
+    assert asked.unknown is not None and bool(asked.unknown.isfinite().all())
+    method.rescore(passes="all")
+    for name in small_stream[0].classes:
+        learner.remove(name)  # the first task is gone; what its model sees, the expert still sees
+    torch.testing.assert_close(method.common_features(pixels), common, rtol=1e-4, atol=1e-5)
+    learner.save(tmp_path / "model")
+    again = Learner.load(tmp_path / "model", device="cpu").method
+    assert torch.equal(again.log_probabilities(pixels), method.log_probabilities(pixels))
+    assert differences(tensors_of(again), tensors_of(method)) == []
+
+
+def test_a_memory_too_small_for_a_view_adds_none(small_stream: Stream) -> None:
+    choices = OPTIONS | {"epochs": 1, "expert_views": "several", "memory": 4}
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **choices)
+    for task in small_stream[:2]:
+        learner.learn(task)
+    assert isinstance(learner.method, TPLPlus) and learner.method.views_ == learner.method.bank.tasks[:1]
 
 
 def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream, tmp_path: Path) -> None:

@@ -199,3 +199,57 @@ def test_models_of_early_versions_have_no_counts() -> None:
     del state["counts"]
     again = RandomRidge.from_state(state, RidgeConfig())
     torch.testing.assert_close(again.log_probabilities(problem()[0]), learned.log_probabilities(problem()[0]))
+
+
+def views_of(z: torch.Tensor) -> torch.Tensor:
+    """Three views of 12-dimensional features side by side: the last is a smooth function of the others."""
+    g = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(12, 10, generator=g) for _ in range(2))
+    one, two = z @ first, torch.tanh(z @ second)
+    return torch.cat([one, two, torch.tanh(0.3 * one + 0.5 * two)], dim=1)
+
+
+def several(z: torch.Tensor) -> RandomRidge:
+    config = RidgeConfig(random_features=256, logit_adjustment=False)
+    return RandomRidge.drawn_for_views(z[:, :20].split(10, dim=1), config, torch.Generator().manual_seed(1))
+
+
+def with_late_view(stored: int) -> tuple[RandomRidge, RandomRidge, torch.Tensor]:
+    """A ridge whose third view came with the last two of four classes, and one that had it from the start."""
+    features, y = problem(samples=800)
+    z = views_of(features)
+    old, new = y < 2, y >= 2
+    late = several(z)
+    late.update(z[old, :20], y[old])
+    kept = torch.cat([torch.nonzero(y == c).squeeze(1)[:stored] for c in (0, 1)])
+    late.add_view(z[new], z[kept], y[kept], torch.Generator().manual_seed(2))
+    late.update(z[new], y[new])
+    whole = RandomRidge(late.projections, late.config)
+    whole.update(z, y)
+    return late, whole, z
+
+
+def test_a_late_view_is_exact_where_all_old_samples_are_stored() -> None:
+    late, whole, _ = with_late_view(stored=200)
+    torch.testing.assert_close(late.gram, whole.gram, rtol=1e-8, atol=1e-6)
+    torch.testing.assert_close(late.sums, whole.sums, rtol=1e-8, atol=1e-6)
+
+
+def test_a_late_view_is_close_where_some_old_samples_are_stored() -> None:
+    late, whole, z = with_late_view(stored=20)
+    known = late.projections[0].shape[1] * 2
+    torch.testing.assert_close(late.gram[:known, :known], whole.gram[:known, :known], rtol=1e-8, atol=1e-6)
+    for mine, true in ((late.gram, whole.gram), (late.sums, whole.sums)):
+        without = true.clone()
+        without[known:] = 0  # what it would be had old samples not counted at all
+        assert (mine - true).norm() < 0.1 * (without - true).norm()
+    agree = late.log_probabilities(z).argmax(dim=1) == whole.log_probabilities(z).argmax(dim=1)
+    assert agree.double().mean() > 0.97
+    assert torch.equal(restored(late).log_probabilities(z), late.log_probabilities(z))
+
+
+def test_columns_of_a_projection_are_orthogonal_in_groups() -> None:
+    projection = several(torch.zeros(1, 30)).projections[0].double()
+    group = torch.nn.functional.normalize(projection[:, :10], dim=0)
+    torch.testing.assert_close(group.T @ group, torch.eye(10, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert not torch.equal(projection[:, 0], projection[:, 10])

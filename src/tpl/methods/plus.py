@@ -4,9 +4,9 @@
 
 A task model separates its own classes well but was hardly trained on others; the global expert (RanPAC's classifier) is
 weaker but covers all classes. They make different errors, so their product is better than either. The expert's input
-is the encoder's own features and those under the first task's model, which fit the images better and never change. The
-expert also selects the tasks whose models are run (`passes`). The exponents a and w are fitted on images held out of
-training; without any, a is 1 and w an option.
+is the encoder's own features and those under the models of the first task or tasks (its views), which fit the images
+better and never change. The expert also selects the tasks whose models are run (`passes`). The exponents a and w are
+fitted on images held out of training; without any, a is 1 and w an option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
+from tpl.methods.bank import ForwardPass, HeldOut, Outputs, Query, TaskModel, within_tasks
 from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
@@ -32,6 +32,8 @@ from tpl.store import under_prefix
 from tpl.stream import Task
 
 ALL, AUTO, NO_TASK = "all", "auto", "0"
+ENCODER, FIRST, SEVERAL = "encoder", "first", "several"
+REMOVED = -1  # instead of a task's number: its model is in the expert alone
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
@@ -40,6 +42,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "expert": {"passes": NO_TASK, "calibration": "none"},  # of the bank, which does not count
     "bank": {"passes": ALL, "expert_weighting": "fixed", "expert_weight": 0.0},
 }
+MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
+VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
 
@@ -48,9 +52,10 @@ class PlusConfig(RidgeConfig, TPLConfig):
     """TPL's options, and those of the global expert."""
 
     expert_views: str = option(
-        "first",
-        "the expert's input: the encoder's own features, or (first) these and those under the first task's model",
-        ("encoder", "first"),
+        FIRST,
+        "the expert's input: the encoder's own features; also those under the first task's model (first), or under the "
+        "first few tasks' models (several), while the memory holds enough images of every class",
+        (ENCODER, FIRST, SEVERAL),
         group="expert",
     )
     expert_weight: float = option(
@@ -148,20 +153,67 @@ class TPLPlus(TPL):
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
         self.balance_ = Balance()
-        self.view_: TaskModel | None = None  # the first task's model, once it is removed from the bank
+        self.views_: list[TaskModel] = []  # the models whose features the expert uses; they outlast their tasks
 
     def conclude(self, task: Task, samples: Samples) -> None:
         """Finish the task as TPL does, then train the expert on it."""
+        stored = self._stored_for_a_view()
         super().conclude(task, samples)
+        if self._is_a_view(stored):
+            self.views_.append(self.bank.tasks[-1])
         inputs, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
-            self.expert = RandomRidge.drawn_for(inputs, self.config, self.generator("projection"))
+            self.expert = self._new_expert(inputs)
+        elif stored is not None and self._is_a_view(stored):
+            self._add_view(inputs, stored)
         if len(self.memory):  # it covers all classes: better data to choose the ridge on than the new task alone
             self.expert.learn_whole(
                 inputs, numbers, self._normalised(self._memory_features()), self.memory.labels.to(self.compute.device)
             )
         else:
             self.expert.learn(inputs, numbers, self.generator("held out"))
+
+    def _new_expert(self, inputs: Tensor) -> RandomRidge:
+        if self.config.expert_views != SEVERAL or not self.memory_budget:  # then there will be no other view
+            return RandomRidge.drawn_for(inputs, self.config, self.generator("projection"))
+        views = inputs.split(self.encoder.dim, dim=1)
+        return RandomRidge.drawn_for_views(views, self.config, self.generator("projection"))
+
+    def _stored_for_a_view(self) -> Samples | None:
+        """The memory before a new task, if its model can become one more view; None if not.
+
+        So it is for the first tasks in a row, while the memory holds enough images of every class to estimate the new
+        view's sums over old images.
+        """
+        learned = len(self.task_classes_) + self.removed_tasks
+        if self.config.expert_views != SEVERAL or self.expert is None or not len(self.memory):
+            return None
+        if len(self.views_) != learned or learned >= MOST_VIEWS:
+            return None
+        labels = self.memory.labels.to(self.compute.device)
+        enough = self.expert.counts.clamp_max(VIEW_IMAGES)
+        if bool((labels.bincount(minlength=self.expert.classes) < enough).any()):
+            return None
+        return Samples(self.memory.pixels(self.preprocess, self.compute.device), labels)
+
+    def _is_a_view(self, stored: Samples | None) -> bool:
+        """Whether the model that was just trained is a view of the expert; `stored`: see `_stored_for_a_view`."""
+        return stored is not None or (self.expert is None and self.config.expert_views != ENCODER)
+
+    def _add_view(self, inputs: Tensor, stored: Samples) -> None:
+        """Add the newest model to the expert's views, whose input for the new task's images is `inputs`."""
+        assert self.expert is not None
+        known = self._normalised(self.common_features(stored.pixels))
+        mapped = self.expert.add_view(inputs, known, stored.labels, self.generator("view"))
+        self.held_ = [self._with_view(held, mapped) for held in self.held_]
+
+    def _with_view(self, held: HeldOut, mapped: Tensor) -> HeldOut:
+        """Held-out images of an old task with the features under a new view, as `mapped` predicts them."""
+        assert self.expert is not None
+        if held.common is None or not len(held.labels):
+            return held
+        before = self.expert.hidden_before(self._normalised(held.common))
+        return held._replace(common=torch.cat([held.common, (before @ mapped).to(held.common)], dim=1))
 
     def hold_out(self, held: Samples) -> None:
         """Also fit the exponents of bank and expert."""
@@ -190,18 +242,16 @@ class TPLPlus(TPL):
         return {"bank": round(a, 4), "expert": round(w, 4), "fitted_on": fitted}
 
     def _memory_features(self) -> Tensor:
-        """`common_features` of the memory's images, reusing the stored features under the first task's model."""
+        """`common_features` of the memory's images, reusing their stored features under the task models."""
         pixels = self.memory.pixels(self.preprocess, self.compute.device)
-        if not self._through_first_task:
-            return self.common_features(pixels)
-        return torch.cat([self.encoder_features(pixels), self.memory_outputs_[0].features], dim=1)
+        return self._joined(pixels, self.encoder_features(pixels), [each.features for each in self.memory_outputs_])
 
     # Inference
 
     @property
     def models(self) -> list[TaskModel]:
-        """The task models, and the first task's model if only the expert still uses it."""
-        return [*self.bank.tasks, *([] if self.view_ is None else [self.view_])]
+        """The task models, and those of removed tasks that the expert still uses."""
+        return [*self.bank.tasks, *(view for view in self.views_ if view not in self.bank.tasks)]
 
     @property
     def needs_encoder_features(self) -> bool:
@@ -209,37 +259,47 @@ class TPLPlus(TPL):
         return True
 
     def common_features(self, pixels: Tensor) -> Tensor:
-        """The expert's input: encoder features, with `expert_views=first` also those under the first task's model."""
-        plain = self.encoder_features(pixels)
-        return plain if self.config.expert_views == "encoder" else torch.cat([plain, self._first(pixels)], dim=1)
+        """The expert's input: the encoder's own features and those under every view, side by side."""
+        queries = [Query(t) for t in self._view_tasks]
+        outputs = self.query(pixels, queries) if queries else []
+        found = {q.task: each.features for q, each in zip(queries, outputs, strict=True)}
+        features = [found.get(t) for t in range(len(self.bank.tasks))]
+        return self._joined(pixels, self.encoder_features(pixels), features)
 
     def join_common(self, encoder: Tensor, models: Sequence[Tensor]) -> Tensor:
         """`common_features` from the encoder's own features and those under each of `models`."""
-        if self.config.expert_views == "encoder":
-            return encoder
-        return torch.cat([encoder, models[0 if self.view_ is None else len(self.bank.tasks)]], dim=1)
+        return torch.cat([encoder, *(models[self.models.index(view)] for view in self.views_)], dim=1)
+
+    def _joined(self, pixels: Tensor, encoder: Tensor, tasks: Sequence[Tensor | None]) -> Tensor:
+        """`common_features` from the encoder's features and those of the tasks that are views."""
+        views = []
+        for view in self.views_:
+            known = tasks[self.bank.tasks.index(view)] if view in self.bank.tasks else None
+            views.append(self._removed_features(pixels, view) if known is None else known)
+        return torch.cat([encoder, *views], dim=1)
+
+    def _removed_features(self, pixels: Tensor, view: TaskModel) -> Tensor:
+        """Features under the model of a task that was removed from the bank."""
+        weights = self.bank.protection.finished(self.bank.adapters.weights, view.embedding)
+        return self.adapted_features(pixels, view.norms, *weights)
 
     @property
-    def _through_first_task(self) -> bool:
-        """Whether the expert's features include those of the bank's first task."""
-        return self.config.expert_views == "first" and self.view_ is None
+    def _view_tasks(self) -> dict[int, int]:
+        """The tasks in the bank whose models are views, and which view each is; 0 is the encoder."""
+        places = enumerate(self.views_, start=1)
+        return {self.bank.tasks.index(view): place for place, view in places if view in self.bank.tasks}
 
-    def _first(self, pixels: Tensor) -> Tensor:
-        if self.view_ is None:
-            return self.bank.outputs(pixels, 0).features
-        weights = self.bank.protection.finished(self.bank.adapters.weights, self.view_.embedding)
-        return self.adapted_features(pixels, self.view_.norms, *weights)
+    def _from_common(self, common: Tensor, task: int) -> Outputs:
+        """The outputs of a task that is a view, from the expert's input."""
+        features = common.unflatten(1, (-1, self.encoder.dim))[:, self._view_tasks[task]].contiguous()
+        return Outputs(features, self.bank.logits(features, task))
 
-    def _first_task(self, common: Tensor) -> Outputs:
-        """The first task's outputs, from the expert's features under its model."""
-        features = common[:, self.encoder.dim :]
-        return Outputs(features, self.bank.logits(features, 0))
-
-    def _outputs_beside(self, common: Tensor, pixels: Tensor, known: list[Outputs] | None = None) -> list[Outputs]:
-        """Every task's outputs; `known` ones, and the first task's if part of `common`, are not computed again."""
-        if not known and self._through_first_task:
-            known = [self._first_task(common)]
-        return self.outputs(pixels, known)
+    def _outputs_beside(self, common: Tensor, pixels: Tensor) -> list[Outputs]:
+        """Every task's outputs; those of views are not computed again."""
+        views = self._view_tasks
+        rest = [t for t in range(len(self.bank.tasks)) if t not in views]
+        computed = dict(zip(rest, self.query(pixels, [Query(t) for t in rest]), strict=True)) if rest else {}
+        return [self._from_common(common, t) if t in views else computed[t] for t in range(len(self.bank.tasks))]
 
     def expert_log_probabilities(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from `common_features`."""
@@ -247,7 +307,7 @@ class TPLPlus(TPL):
         return self.expert.log_probabilities(self._normalised(common))
 
     def _normalised(self, common: Tensor) -> Tensor:
-        """Encoder and first-task features, each scaled to length 1, so that neither dominates."""
+        """The encoder's features and those under every view, each scaled to length 1, so that none dominates."""
         return F.normalize(common.unflatten(1, (-1, self.encoder.dim)), dim=2).flatten(1)
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: ForwardPass | None = None) -> ForwardPass:
@@ -256,17 +316,26 @@ class TPLPlus(TPL):
         With KEEP every task is queried with every image, since the expert may select other tasks at a later stage. So
         it is for unknown scores of a model from an early version, which did not store `held_common`.
         """
-        common = self._common(pixels, before)
-        assert common is not None
+        known = self._reusable(before)
+        if known:  # the newest tasks' outputs are missing, and with them perhaps a view
+            assert before is not None
+            encoder = self.encoder_features(pixels) if before.common is None else before.common[:, : self.encoder.dim]
+            outputs = self.outputs(pixels, known)
+            common = self._joined(pixels, encoder, [each.features for each in outputs])
+            return ForwardPass(outputs, common, by=self)
+        common = self.common_features(pixels)
         if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
-            return ForwardPass(self._outputs_beside(common, pixels, self._reusable(before)), common, by=self)
+            return ForwardPass(self._outputs_beside(common, pixels), common, by=self)
         queried = self.tasks_to_query(self.expert_log_probabilities(common))
         rows_of = [torch.nonzero(column).squeeze(1) for column in queried.T.cpu()]
-        outputs: list[Outputs] = []
-        if self._through_first_task and self.bank.tasks:
-            outputs = [self._first_task(common[rows_of[0].to(common.device)])]
-        queries = [Query(t, rows_of[t]) for t in range(len(outputs), len(rows_of))]
-        return ForwardPass(outputs + self.query(pixels, queries), common, queried, by=self)
+        views = self._view_tasks
+        queries = [Query(t, rows) for t, rows in enumerate(rows_of) if t not in views]
+        computed = dict(zip((q.task for q in queries), self.query(pixels, queries), strict=True))
+        outputs = [
+            self._from_common(common[rows.to(common.device)], t) if t in views else computed[t]
+            for t, rows in enumerate(rows_of)
+        ]
+        return ForwardPass(outputs, common, queried, by=self)
 
     def decide(
         self, passes: Sequence[ForwardPass], want: Collection[str] = (), scores: Tensor | None = None
@@ -324,7 +393,7 @@ class TPLPlus(TPL):
     def tasks_to_query(self, expert: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
-        The first task is always included where its features are part of the expert's.
+        Tasks whose models are views of the expert are always included: their outputs are there already.
         """
         owner = task_of_class(self.task_classes_).to(expert.device)
         count = len(self.task_classes_)
@@ -338,7 +407,7 @@ class TPLPlus(TPL):
         else:
             wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(self.config.passes)
         queried = torch.zeros_like(wanted).scatter(1, order, wanted)
-        queried[:, 0] |= self._through_first_task
+        queried[:, list(self._view_tasks)] = True
         return queried
 
     # Unknown scores, from the queried tasks alone
@@ -376,20 +445,22 @@ class TPLPlus(TPL):
         self._held_scores = None  # the expert has changed
 
     def remove_class(self, task: int, own: int, number: int) -> None:
-        """Remove the class from TPL and from the expert."""
+        """Remove the class from TPL and from the expert; a removed task's model stays a view, its units protected."""
         assert self.expert is not None
-        if self._through_first_task and task == 0 and self.bank.tasks[0].own == 1:
-            self.view_ = self.bank.tasks[0]  # the expert still needs it: its units stay protected
         self.expert.forget(number)
         super().remove_class(task, own, number)
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Also the expert's sums, the likelihoods behind the exponents, and the first task's model if kept for it."""
+        """Also the expert's sums, the likelihoods behind the exponents, and the views: their tasks, or their models."""
         expert = {} if self.expert is None else self.expert.state()
         if self.balance_.images:
             expert |= {BALANCE + k: v for k, v in self.balance_.state().items()}
-        if self.view_ is not None:
-            expert |= {VIEW + k: v.detach() for k, v in self.view_.state_dict().items()}
+        tasks = [self.bank.tasks.index(view) if view in self.bank.tasks else REMOVED for view in self.views_]
+        if self.config.expert_views == SEVERAL or REMOVED in tasks:
+            expert["views"] = torch.tensor(tasks, dtype=torch.long)
+        for place, (view, task) in enumerate(zip(self.views_, tasks, strict=True)):
+            if task == REMOVED:
+                expert |= {f"{VIEW}{place}.{k}": v.detach() for k, v in view.state_dict().items()}
         return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
@@ -398,8 +469,24 @@ class TPLPlus(TPL):
         found = under_prefix(EXPERT, shared)
         self.expert = RandomRidge.from_state(found, self.config) if found else None
         self.balance_ = Balance.from_state(under_prefix(BALANCE, found))
-        view = under_prefix(VIEW, found)
-        self.view_ = TaskModel(1, **view).requires_grad_(False) if view else None
+        self.views_ = self._stored_views(found)
+
+    def _stored_views(self, expert: dict[str, Tensor]) -> list[TaskModel]:
+        """The views of a stored model; without a list of them, the first task's model is the only one."""
+        if not expert or self.config.expert_views == ENCODER:
+            return []
+        if "views" not in expert:
+            removed = under_prefix(VIEW, expert)  # early versions had one
+            return [_removed_model(removed)] if removed else self.bank.tasks[:1]
+        return [
+            _removed_model(under_prefix(f"{VIEW}{place}.", expert)) if task == REMOVED else self.bank.tasks[task]
+            for place, task in enumerate(expert["views"].tolist())
+        ]
+
+
+def _removed_model(state: dict[str, Tensor]) -> TaskModel:
+    """The model of a task that was removed, for its features alone."""
+    return TaskModel(1, **state).requires_grad_(False)
 
 
 def _dense(run: ForwardPass, columns: Sequence[Tensor]) -> Tensor:

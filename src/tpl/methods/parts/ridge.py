@@ -4,12 +4,16 @@
 
 G and C are sums over samples, so they do not depend on the order of tasks, and no old sample is needed again.
 
+Features may come from several networks (views), each with random features of its own. A view that is added later has no
+sums over old samples; `add_view` estimates them by regression on the views known so far.
+
 Regression takes a class with few samples for an unlikely one. With `logit_adjustment`, log n_c is
 subtracted from the logits (Menon et al., 2021), which changes nothing where all n_c are equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -27,6 +31,10 @@ HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
 STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
+VIEWS = 4  # that share `random_features`; a fifth view has as many as each of these
+# Of `add_view`, chosen on held-out images of CIFAR-100: see results/choices/views.
+MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
+SHRINKAGE = 10  # stored samples of a class at which half of their mean residual is believed
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,10 @@ class RidgeConfig(Config):
     """Options of the ridge."""
 
     random_features: int = option(
-        0, "random features; 0: by the first task's size, 10 000 at most", minimum=0, group="ridge classifier"
+        0,
+        "random features; 0: by the first task's size, 10 000 at most (20 000 for several views)",
+        minimum=0,
+        group="ridge classifier",
     )
     ridge_criterion: str = option(
         "entropy",
@@ -54,9 +65,9 @@ class Trial(NamedTuple):
     weights: Tensor
 
 
-def features_for(samples: int) -> int:
+def features_for(samples: int, most: int = LARGEST) -> int:
     """The number of random features for a first task of `samples` samples: four times as many, within bounds."""
-    return min(max(4 * samples, SMALLEST), LARGEST)
+    return min(max(4 * samples, SMALLEST), most)
 
 
 def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -72,10 +83,10 @@ def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
 class RandomRidge:
     """Class sums and Gram matrix of random features, and the classifier they give."""
 
-    def __init__(self, projection: Tensor, config: RidgeConfig) -> None:
-        self.projection = projection  # [dim, width]
+    def __init__(self, projections: Sequence[Tensor], config: RidgeConfig) -> None:
+        self.projections = list(projections)  # one a view, [dim, width]
         self.config = config
-        width, device = projection.shape[1], projection.device
+        width, device = sum(each.shape[1] for each in projections), projections[0].device
         self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
         self.counts = self.sums[0]  # samples of each class
@@ -87,7 +98,13 @@ class RandomRidge:
     def drawn_for(cls, z: Tensor, config: RidgeConfig, generator: torch.Generator) -> Self:
         """An untrained classifier with a random projection whose size suits a first task with features `z`."""
         width = config.random_features or features_for(len(z))
-        return cls(torch.randn(z.shape[1], width, generator=generator).to(z.device), config)
+        return cls([torch.randn(z.shape[1], width, generator=generator).to(z.device)], config)
+
+    @classmethod
+    def drawn_for_views(cls, views: Sequence[Tensor], config: RidgeConfig, generator: torch.Generator) -> Self:
+        """The same with a projection for each of the views, in a width that leaves room for later ones."""
+        width = -(-(config.random_features or features_for(len(views[0]), 2 * LARGEST)) // VIEWS)
+        return cls([_orthogonal(z.shape[1], width, generator).to(z.device) for z in views], config)
 
     @property
     def classes(self) -> int:
@@ -95,9 +112,19 @@ class RandomRidge:
         return self.sums.shape[1]
 
     def hidden(self, z: Tensor) -> Tensor:
-        """Random features of `[n, dim]` features, float64."""
-        unit = F.normalize(z.double(), dim=1) * z.shape[1] ** 0.5
-        return F.relu(unit @ self.projection.double())
+        """Random features, float64, of the views' features side by side; views beyond the known ones are ignored."""
+        views = z.double()[:, : sum(self.dims)].split(self.dims, dim=1)
+        return torch.cat([_random_features(*pair) for pair in zip(views, self.projections, strict=True)], dim=1)
+
+    def hidden_before(self, z: Tensor) -> Tensor:
+        """`hidden` without the newest view, from the features of the views before it."""
+        views = z.double().split(self.dims[:-1], dim=1)
+        return torch.cat([_random_features(*pair) for pair in zip(views, self.projections[:-1], strict=True)], dim=1)
+
+    @property
+    def dims(self) -> list[int]:
+        """Size of every view's features."""
+        return [each.shape[0] for each in self.projections]
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator) -> None:
         """Add a task; ridge and temperature are chosen on a held-out fifth of it, which is then added as well."""
@@ -136,6 +163,42 @@ class RandomRidge:
             self.gram += h.T @ h
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
         _mirror(self.gram)
+
+    def add_view(self, z: Tensor, stored: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Add a view; its sums over old samples are estimated.
+
+        Returns a linear map from the random features known before to the new view's features.
+        `z` are a new task's features, not added yet, and `stored` those of samples of old classes `labels`, which are
+        part of the sums; both end with the new view's. On these samples the new random features are regressed on the
+        known ones, n = A^T h + r. The sums over the stored samples are then exact, those over all others
+
+            sum n y^T = A^T sum h y^T + (mean r of the class) * count,   sum h n^T = (sum h h^T) A,
+            sum n n^T = A^T (sum h h^T) A + cov(r) * count.
+        """
+        new = z.shape[1] - sum(self.dims)
+        projection = _orthogonal(new, self.projections[0].shape[1], generator).to(z.device)
+        hidden, kept = self.hidden(z), self.hidden(stored)
+        fresh, exact = (_random_features(part[:, -new:].double(), projection) for part in (z, stored))
+        residuals = torch.empty_like(exact)
+        for half in (0, 1):  # each half by the map of the other: residuals on samples that were fitted are too small
+            there = slice(1 - half, None, 2)
+            partial = _ridge_map(torch.cat([hidden, kept[there]]), torch.cat([fresh, exact[there]]))
+            residuals[half::2] = exact[half::2] - kept[half::2] @ partial
+        known, target = torch.cat([hidden, kept]), torch.cat([fresh, exact])
+        mapped = _ridge_map(known, target)
+        own = F.one_hot(labels, self.classes).double()
+        shown = own.sum(dim=0)
+        rest = (self.counts - shown).clamp_min(0)
+        gram, sums = self.gram - kept.T @ kept, self.sums - kept.T @ own
+        typical = residuals.T @ own / (shown + SHRINKAGE)
+        cross = kept.T @ exact + gram @ mapped
+        spread = residuals.T @ residuals / max(len(residuals), 1)
+        corner = exact.T @ exact + mapped.T @ gram @ mapped + spread * rest.sum()
+        self.sums = torch.cat([self.sums, exact.T @ own + mapped.T @ sums + typical * rest])
+        self.gram = torch.cat([torch.cat([self.gram, cross], dim=1), torch.cat([cross.T, corner], dim=1)])
+        self.projections.append(projection)
+        _mirror(self.gram)
+        return _ridge_map(known, torch.cat([z[:, -new:], stored[:, -new:]]).double())
 
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
         """Set the ridge strength and temperature that fit these samples best. Returns the classifier found with them.
@@ -234,16 +297,22 @@ class RandomRidge:
         rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
         chosen = [self.strength, self.temperature]
         sums = {"gram": self.gram[rows, columns], "sums": self.sums, "counts": self.counts}
-        return {
-            "projection": self.projection,
-            "weights": self.weights,
-            "chosen": torch.tensor(chosen, dtype=torch.float64),
-        } | sums
+        drawn = {f"projection.{i}": each for i, each in enumerate(self.projections[1:], start=1)}
+        return (
+            drawn
+            | {
+                "projection": self.projections[0],
+                "weights": self.weights,
+                "chosen": torch.tensor(chosen, dtype=torch.float64),
+            }
+            | sums
+        )
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor], config: RidgeConfig) -> Self:
         """The classifier that `state` came from."""
-        ridge = cls(state["projection"], config)
+        later = [f"projection.{i}" for i in range(1, len(state)) if f"projection.{i}" in state]
+        ridge = cls([state["projection"], *(state[name] for name in later)], config)
         rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
         ridge.gram[rows, columns] = state["gram"]
         _mirror(ridge.gram)
@@ -251,6 +320,34 @@ class RandomRidge:
         ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
         ridge.strength, ridge.temperature = state["chosen"].tolist()[:2]  # some versions kept more
         return ridge
+
+
+def _orthogonal(dim: int, width: int, generator: torch.Generator) -> Tensor:
+    """A random projection `[dim, width]` in groups of orthogonal columns, each distributed like a Gaussian vector.
+
+    Orthogonal columns repeat each other less, so fewer random features do as well (Yu et al., 2016).
+    """
+    groups = []
+    for _ in range(-(-width // dim)):
+        directions = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
+        lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=0)
+        groups.append(directions * lengths)
+    return torch.cat(groups, dim=1)[:, :width].float()
+
+
+def _random_features(z: Tensor, projection: Tensor) -> Tensor:
+    unit = F.normalize(z, dim=1) * z.shape[1] ** 0.5
+    return F.relu(unit @ projection.double())
+
+
+def _ridge_map(x: Tensor, y: Tensor) -> Tensor:
+    """The ridge regression of `y` on `x`, without an intercept, by the smaller of its two equivalent systems."""
+    penalty = MAP_STRENGTH * float(x.square().sum(dim=0).mean())
+    dual = len(x) < x.shape[1]
+    system = x @ x.T if dual else x.T @ x
+    system.diagonal().add_(penalty or 1.0)
+    factor = torch.linalg.cholesky(system)
+    return x.T @ torch.cholesky_solve(y, factor) if dual else torch.cholesky_solve(x.T @ y, factor)
 
 
 def _mirror(gram: Tensor) -> None:
