@@ -74,7 +74,7 @@ def test_the_strength_can_be_that_of_the_newest_task(images: int) -> None:
     for task in (0, 1):
         own = y // 2 == task
         ridge.learn(z[own], y[own], torch.Generator().manual_seed(2))
-    alone = RandomRidge(ridge.projection, config)
+    alone = RandomRidge(ridge.projections, config)
     alone.learn(z[own], y[own] - 2, torch.Generator().manual_seed(2))
     strength = alone.strength * float(alone.gram.diagonal().mean())
     h = ridge.hidden(z)

@@ -57,7 +57,7 @@ class OwnTaskRidge(RandomRidge):
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator) -> None:
         """Add a task; ridge and temperature are those that a regression on this task alone would choose."""
-        alone = RandomRidge(self.projection, self.config)
+        alone = RandomRidge(self.projections, self.config)
         alone.learn(z, y - y.min(), generator)
         size = float(alone.gram.diagonal().mean())
         self.update(z, y)
