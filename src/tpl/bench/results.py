@@ -89,7 +89,7 @@ def read_description(out: Path) -> dict[str, Any]:
     """The content of run.json, with options under today's names."""
     description: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
     for key in {"options", "benchmark_options"} & set(description):
-        description[key] = current_options(description["method"], description[key])
+        description[key] = current_options(description["method"], description[key], complete=key == "options")
     return description
 
 

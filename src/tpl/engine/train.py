@@ -132,7 +132,12 @@ class Recipe(Config):
     """How long and how fast one task is trained."""
 
     epochs: int = option(20, "passes over a task's training images", minimum=1, group="training")
-    batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1, group="training")
+    batch_size: int = option(
+        64,
+        "images a step; as many replayed ones come on top, unless they are shuffled among the new ones",
+        minimum=1,
+        group="training",
+    )
     lr: float = option(0.005, "learning rate", above=0, group="training")
     schedule: str = option(
         "constant",
