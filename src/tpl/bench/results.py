@@ -121,6 +121,7 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
     learning = [stage["seconds_learning"] for stage in stages]
     evaluation = [stage["seconds_evaluation"] for stage in stages]
     final = stages[-1]
+    network_bytes = final.get("network_bytes", 4 * final["parameters"])  # older stages do not know the precision
     summary = {
         "last": metrics.last(matrices["cil"], sizes),
         "aia": metrics.average_incremental(matrices["cil"], sizes),
@@ -136,9 +137,11 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "parameters": final["parameters"],
         "memory_images": final["memory_images"],
         "memory_bytes": final["memory_bytes"],
-        "network_bytes": 4 * final["parameters"],  # float32
-        "network_and_memory_bytes": 4 * final["parameters"] + final["memory_bytes"],
+        "network_bytes": network_bytes,
+        "network_and_memory_bytes": network_bytes + final["memory_bytes"],
         "capacity": final["capacity"],
+        "covariance_estimators": final.get("covariance_estimators"),  # of every task; not in older stages
+        "steps_per_task": _mean([(stage.get("trained") or {}).get("steps") for stage in stages]),
         "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
@@ -146,6 +149,12 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
     classes = [stage.get("class_accuracy") for stage in stages]
     known = None if None in classes else classes  # a resumed run may have stages that did not record it
     return RunResult(description, summary, matrices, final.get("task_confusion"), known)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """The mean of all values; None if one is missing, as in stages that did not record it."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _largest(values: list[float | None]) -> float | None:

@@ -212,8 +212,10 @@ class OpenRun:
         content["memory_images"] = len(method.memory) if method.memory else 0
         content["memory_bytes"] = method.memory_bytes
         content["parameters"] = method.parameters()
+        content["network_bytes"] = method.network_bytes()
         content["capacity"] = method.capacity()
         content["weighting"] = method.weighting()
+        content["covariance_estimators"] = method.covariance_estimators()
         content["peak_device_bytes"] = method.compute.peak_memory()
         write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}

@@ -382,8 +382,9 @@ def train(
     if isinstance(plain, SharedStep):
         plain.align()
     seconds = time.perf_counter() - started
+    work = {"images": epochs * feed.images, "steps": epochs * feed.steps, "networks": len(networks)}
     for callback in callbacks:
-        callback(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))
+        callback(Event("trained", work | {"seconds": seconds}))
 
 
 def _check_agreement(processes: Processes, networks: Sequence[Batches]) -> None:

@@ -176,6 +176,11 @@ class HAL(RehearsalMethod):
         self.network.load_state_dict(before)
         return later
 
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the memory's images and of the anchors."""
+        return super().memory_bytes + self.anchors.nbytes
+
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's row of the head, its images and its anchor."""
         super().remove_class(task, own, number)

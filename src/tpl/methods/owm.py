@@ -9,7 +9,7 @@ So directions of old inputs are blocked, G P r being nearly 0, and the layer's o
 task alpha goes from 1 to the option `alpha`, step by step over its shuffled batches, as published. No replay.
 
 As published for convolutions, a layer that is applied at many positions has an r for each of them: the mean over the
-batch's images at one token. A mean over the tokens as well would leave most of what single tokens differ in unprotected.
+batch's images at one token. A mean over the tokens as well would leave most differences between tokens unprotected.
 
 How strong a given alpha is depends on the squared length of inputs, and on how many of them come: each blocks one more
 direction. A ViT's features are 40 to 60 long, so that an alpha of 0.1 leaves its head nothing to learn with after five
@@ -53,8 +53,8 @@ class OWMConfig(NetworkConfig):
 
     train_norms: bool = option(False, "whether the layer norms are trained; nothing protects them", group="encoder")
     alpha: float = option(
-        1e-4,
-        "adapters' alpha at a task's end (public code: 1e-5 to 1e-2); small blocks more",
+        1e-5,
+        "adapters' alpha at a task's end (that of convolutions in the public code); small blocks more",
         above=0,
         group="gradient projection",
     )
@@ -102,8 +102,10 @@ def update_projector(projector: Tensor, inputs: Tensor, alpha: float) -> Tensor:
     gain = rows @ projector
     strength = alpha * torch.eye(rows.shape[-2]).to(rows) + gain @ rows.mT
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(strength), gain, upper=False)
-    blocked = half.mT @ half
-    return projector - (blocked + blocked.mT) / 2  # symmetric to the bit, whatever order a product is summed in
+    blocked: Tensor = half.mT @ half
+    # Symmetric to the bit, in whatever order a product is summed.
+    updated: Tensor = projector - (blocked + blocked.mT) / 2
+    return updated
 
 
 class ProjectedCrossEntropy(CrossEntropy):
@@ -164,8 +166,9 @@ class OWM(NetworkMethod):
         batches = order.split(self.config.batch_size)
         for number, rows in enumerate(batches, start=1):
             for name, inputs in self.inputs(pixels[rows.to(pixels.device)]).items():
-                alpha = self.config.alpha_head if name == "head" else self.config.alpha
-                self.projectors[name] = update_projector(self.projectors[name], inputs, alpha ** (number / len(batches)))
+                final = self.config.alpha_head if name == "head" else self.config.alpha
+                alpha = final ** (number / len(batches))
+                self.projectors[name] = update_projector(self.projectors[name], inputs, alpha)
 
     @torch.no_grad()
     def inputs(self, pixels: Tensor) -> dict[str, Tensor]:

@@ -25,12 +25,11 @@ from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
 from tpl.stream import ImageSet, Preprocess, Task
 
-
 UNION, BALANCED = "union", "balanced"  # values of `replay_batches`
 
 
 @dataclass(frozen=True)
-class MemoryConfig(NetworkConfig):
+class ExemplarConfig(NetworkConfig):
     """Options of a method with one network and a memory; a step has as many remembered images as new ones."""
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
@@ -43,7 +42,7 @@ class MemoryConfig(NetworkConfig):
 
 
 @dataclass(frozen=True)
-class RehearsalConfig(MemoryConfig):
+class RehearsalConfig(ExemplarConfig):
     """Options of a method that trains one network on new and remembered images."""
 
     replay_batches: str = option(
@@ -85,11 +84,11 @@ def union(new: Samples, old: Samples) -> Samples:
 class RehearsalMethod(NetworkMethod):
     """One growing head, and a memory with equally many images of every class; the first task has new images alone."""
 
-    config_class: ClassVar[type[MemoryConfig]] = RehearsalConfig
-    config: MemoryConfig
+    config_class: ClassVar[type[ExemplarConfig]] = RehearsalConfig
+    config: ExemplarConfig
     memory: Memory
 
-    def __init__(self, encoder: Encoder, config: MemoryConfig, compute: Compute, seed: int = 0) -> None:
+    def __init__(self, encoder: Encoder, config: ExemplarConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
 
