@@ -16,9 +16,9 @@ the task, and users saw accuracy fall by ten points when images came one by one.
 training and at inference, as described in the paper.
 
 There are no adapters, as published. Trained by Adam, as published (SGD at the usual rates does not move prompts):
-`momentum` is its first beta. Prompts need many small steps: a benchmark's epochs, batch size and learning rate are meant
-for SGD on adapters and are not used. Unless they are given, 5 epochs of batches of 16 are trained, as published (1,565
-steps for a task of 5,000 images). Each image takes two passes through the encoder.
+`momentum` is its first beta. Prompts need many small steps: a benchmark's epochs, batch size and learning rate are
+meant for SGD on adapters and are not used. Unless they are given, 5 epochs of batches of 16 are trained, as published
+(1,565 steps for a task of 5,000 images). Each image takes two passes through the encoder.
 """
 
 from __future__ import annotations
