@@ -173,8 +173,11 @@ class OpenRun:
             self._open.callback(tracking.close)
 
         def emit(event: Event) -> None:
-            if event.kind == "trained":
-                self.trained = event.data
+            if event.kind == "task":
+                self.trained = {}
+            elif event.kind == "trained":  # some methods train twice a task
+                before = {"images": 0, "steps": 0, "seconds": 0.0} | self.trained
+                self.trained = event.data | {k: before[k] + event.data[k] for k in ("images", "steps", "seconds")}
             log(event)
             if tracking:
                 tracking(event)

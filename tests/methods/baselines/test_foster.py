@@ -34,7 +34,6 @@ def test_effective_weights_by_hand() -> None:
     torch.testing.assert_close(effective_weights(torch.tensor([1, 2, 3]), 0.5), inverse / inverse.mean())
     torch.testing.assert_close(effective_weights(torch.tensor([1, 9]), 0.0), torch.ones(2))
 
-
     torch.testing.assert_close(effective_weights(torch.tensor([0, 1]), 0.5), torch.ones(2))  # none counts as one
 
 
@@ -47,7 +46,8 @@ def test_few_stored_images_make_an_old_class_weigh_more() -> None:
     assert float(weights[0] / weights[99]) == pytest.approx(1.79, abs=0.01)
     balanced = config.replace(replay_batches="balanced")
     weights = effective_weights(balanced.times_shown(new, old, 100), config.boosting_beta)
-    assert float(weights[0] / weights[99]) == pytest.approx(1.11, abs=0.01)  # an epoch shows each stored image 2.8 times
+    # An epoch then shows each stored image 2.8 times.
+    assert float(weights[0] / weights[99]) == pytest.approx(1.11, abs=0.01)
 
 
 def test_balanced_distillation_by_hand() -> None:
