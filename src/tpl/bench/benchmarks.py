@@ -105,6 +105,7 @@ BENCHMARKS: dict[str, Benchmark] = {
                 "finetune": {"lr": 0.005, "momentum": 0.5, "epochs": 3},
                 "agem": {"lr": 0.005, "momentum": 0.5},
                 "owm": {"momentum": 0.5},
+                "eeil": {"lr": 0.02},
                 "joint": {"lr": 0.03, "epochs": 3},
             },
         ),
