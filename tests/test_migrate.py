@@ -42,11 +42,24 @@ def test_old_names_and_values_become_those_of_today(method: str) -> None:
     config_class = find_method(method).config_class
     config = config_class.parse(today)
     kept = [value for name, value in OLD[method].items() if not hasattr(config_class, name)]
-    assert len(today) == len(kept) + ("augment" in OLD[method])
+    later = "replay_batches" in today
+    assert len(today) == len(kept) + ("augment" in OLD[method]) + later
     assert current_options(method, config.to_dict()) == config.to_dict()  # today's own are left as they are
     for name, value in OLD[method].items():
         if name not in today and hasattr(config_class, name):
             assert getattr(config, name) == value  # a constant with the value that was the default
+
+
+def test_replay_was_balanced_before_there_was_a_choice() -> None:
+    for name in ("replay", "icarl", "eeil", "gd", "der", "foster", "afc", "beef", "hal"):
+        options = find_method(name).config_class().to_dict()
+        del options["replay_batches"]
+        assert current_options(name, options)["replay_batches"] == "balanced", name
+        assert current_options(name, options | {"replay_batches": "union"})["replay_batches"] == "union"
+    assert "replay_batches" not in current_options("replay", {"memory": 5}, complete=False)
+    assert "replay_batches" not in current_options("agem", find_method("agem").config_class().to_dict())
+    run = read_description(ROOT / "results/c100/baselines-vit-tiny-natural/eeil")
+    assert run["options"]["replay_batches"] == "balanced"
 
 
 def test_values_follow() -> None:
@@ -68,4 +81,5 @@ def test_every_committed_run_has_options_that_exist() -> None:
         description = read_description(run)
         methods[description["method"]].config_class.parse(description["options"])
         raw = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        assert len(description["options"]) <= len(raw["options"])
+        later = "replay_batches" in set(description["options"]) - set(raw["options"])
+        assert len(description["options"]) <= len(raw["options"]) + later

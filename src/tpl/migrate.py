@@ -1,8 +1,8 @@
 """Options under the names they have today.
 
 Model directories and runs keep the options they were made with. Some options have been renamed since; here are the
-names and values that earlier versions wrote. Only stored files are read this way: a command line or a program uses
-today's names.
+names and values that earlier versions wrote. An option that came later gets the value that stands for what was done
+before. Only stored files are read this way: a command line or a program uses today's names.
 """
 
 from __future__ import annotations
@@ -50,13 +50,18 @@ _FIXED_IN: dict[str, dict[str, Any]] = {
     "owm": {"clip": 10.0},
     "row": {"head_batch": 32},
 }
+# Options that came later, with the value that stands for what was done before.
+_BEFORE_IN: dict[str, dict[str, Any]] = {
+    method: {"replay_batches": "balanced"}
+    for method in ("afc", "beef", "der", "eeil", "foster", "gd", "hal", "icarl", "replay")
+}
 
 
-def current_options(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+def current_options(method: str, stored: Mapping[str, Any], complete: bool = True) -> dict[str, Any]:
     """The options that some version stored for a method, under today's names and with today's values.
 
     An option that is a constant now is left out if it had that value; with another value it stays, for whoever reads it
-    to refuse.
+    to refuse. `complete`: these are all options of the method, so that one which is missing came later.
     """
     renamed, fixed = _RENAMED | _RENAMED_IN.get(method, {}), _FIXED_IN.get(method, {})
     found = {}
@@ -65,4 +70,4 @@ def current_options(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
             continue
         today = renamed.get(name, name)
         found[today] = _VALUES.get(today, {}).get(value, value) if isinstance(value, str) else value
-    return found
+    return _BEFORE_IN.get(method, {}) | found if complete else found

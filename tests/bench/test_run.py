@@ -136,6 +136,13 @@ def test_the_directory_holds_stages_matrices_and_the_model(whole: Whole) -> None
             assert stage[kind] == whole.result.matrices[kind][t, : t + 1].tolist()
         assert stage["seconds_learning"] > 0 and stage["seconds_evaluation"] > 0
         assert stage["memory_images"] == 20 and stage["memory_bytes"] > 0
+        assert len(stage["covariance_estimators"]) == t + 1 and set(stage["covariance_estimators"]) <= {"none", "oas"}
+        assert stage["trained"]["steps"] > 0
+    summary = whole.result.summary
+    assert summary["covariance_estimators"] == stage["covariance_estimators"]
+    assert summary["network_bytes"] > 4 * summary["parameters"]  # whitening matrices are float64
+    assert summary["network_and_memory_bytes"] == summary["network_bytes"] + summary["memory_bytes"]
+    assert summary["steps_per_task"] == stage["trained"]["steps"]  # tasks of equally many batches
     for kind in KINDS:
         with (whole.place / f"{kind}.csv").open(encoding="utf-8", newline="") as stream:
             header, *rows = csv.reader(stream)

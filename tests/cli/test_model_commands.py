@@ -406,7 +406,9 @@ def test_show_tells_what_a_model_knows(model: Path, learned: dict[str, Any]) -> 
     assert task["source"].endswith("pets") and task["learned"].startswith("20")
     assert shown["encoder"]["name"] == SMALL_VIT and len(shown["encoder"]["sha256"]) == 64
     assert shown["bytes"] == learned["bytes"] and shown["capacity"] == pytest.approx(learned["capacity"])
+    assert shown["covariance_estimators"] == ["oas"]  # 36 images, 32 dimensions
     text = call("show", model).stdout
+    assert "shrunk by OAS" in text
     assert all(word in text for word in ("pets", "cat, cow", "36", SMALL_VIT, "2000", "units are free"))
 
 

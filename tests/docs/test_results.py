@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,16 @@ def recipe() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("name", ["scratch", "runs", "models", "build", "dist", "site", "demo"])
+def test_results_are_never_ignored_for_the_name_of_their_folder(name: str) -> None:
+    """Evidence in results/choices/cifar100/scratch must be committable; the folders of that name at the top are not."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    for place, ignored in ((f"results/choices/cifar100/{name}/evidence.jsonl", False), (f"{name}/file", True)):
+        found = subprocess.run(["git", "check-ignore", "-q", place], cwd=ROOT, check=False)
+        assert (found.returncode == 0) is ignored, place
 
 
 def test_the_pages_show_what_the_runs_say(recipe: ModuleType) -> None:

@@ -118,6 +118,20 @@ def huge() -> tuple[Tensor, Tensor]:
     return (1e15 * z).float(), y
 
 
+@pytest.mark.parametrize(("n", "used"), [(39, "oas"), (40, "none")])
+def test_the_estimator_that_auto_took_can_be_told(n: int, used: str) -> None:
+    """Five samples per dimension are enough, of eight dimensions."""
+    z, y = data(n=n)
+    score = fitted(z, y, "auto")
+    assert score.estimator == used
+    torch.testing.assert_close(score.distances(z), fitted(z, y, used).distances(z))
+    stored = Mahalanobis("auto").load_state(score.state())
+    assert stored.estimator == used
+    assert fitted(z, y, "none").estimator == "none" and fitted(z, y, "oas").estimator == "oas"
+    assert Mahalanobis(0.2).fit_features(z, z, y).estimator == "0.2"
+    assert fitted(*data(n=20), "auto").merge(z, y).estimator == "none"
+
+
 DEGENERATE = [
     constant,
     partly_constant,

@@ -109,11 +109,12 @@ BENCHMARKS: dict[str, Benchmark] = {
             "digits",
             2,
             {"latent": 32, "lr": 0.05, "epochs": 4, "memory": 200, "batch_size": 16},
-            # Chosen with --validation 0.2: without masks, larger steps collapse the features of all images into one.
+            # Chosen with --validation 0.2: without masks or projectors, larger steps collapse all features into one.
             {
                 "finetune": {"lr": 0.005, "momentum": 0.5, "epochs": 3},
                 "agem": {"lr": 0.005, "momentum": 0.5},
-                "owm": {"lr": 0.005, "momentum": 0.5},
+                "owm": {"momentum": 0.5},
+                "eeil": {"lr": 0.02},
                 # Digits are unlike what `compact` was trained on: its first layer moves much further than the others.
                 "slca": {"trunk_rate": 1e-6, "align_epochs": 50},
             }

@@ -135,7 +135,7 @@ def read_description(out: Path) -> dict[str, Any]:
     """The content of run.json, with options under today's names."""
     description: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
     for key in {"options", "benchmark_options"} & set(description):
-        description[key] = current_options(description["method"], description[key])
+        description[key] = current_options(description["method"], description[key], complete=key == "options")
     return description
 
 
@@ -175,6 +175,7 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
     learning = [stage["seconds_learning"] for stage in stages]
     evaluation = [stage["seconds_evaluation"] for stage in stages]
     final = stages[-1]
+    network_bytes = final.get("network_bytes", 4 * final["parameters"])  # older stages do not know the precision
     summary = {
         **accuracies(matrices, sizes),
         "detection": final["detection"],
@@ -186,9 +187,11 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "parameters": final["parameters"],
         "memory_images": final["memory_images"],
         "memory_bytes": final["memory_bytes"],
-        "network_bytes": 4 * final["parameters"],  # float32
-        "network_and_memory_bytes": 4 * final["parameters"] + final["memory_bytes"],
+        "network_bytes": network_bytes,
+        "network_and_memory_bytes": network_bytes + final["memory_bytes"],
         "capacity": final["capacity"],
+        "covariance_estimators": final.get("covariance_estimators"),  # of every task; not in older stages
+        "steps_per_task": _mean([(stage.get("trained") or {}).get("steps") for stage in stages]),
         "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
@@ -197,6 +200,12 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
     # A resumed run may have stages that did not record it, or stages were left out.
     known = None if None in classes or len(classes) < count else classes
     return RunResult(description, summary, matrices, final.get("task_confusion"), known, parts)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """The mean of all values; None if one is missing, as in stages that did not record it."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _largest(values: list[float | None]) -> float | None:

@@ -176,8 +176,11 @@ class OpenRun:
             self._open.callback(tracking.close)
 
         def emit(event: Event) -> None:
-            if event.kind == "trained":
-                self.trained = event.data
+            if event.kind == "task":
+                self.trained = {}
+            elif event.kind == "trained":  # some methods train twice a task
+                before = {"images": 0, "steps": 0, "seconds": 0.0} | self.trained
+                self.trained = event.data | {k: before[k] + event.data[k] for k in ("images", "steps", "seconds")}
             log(event)
             if tracking:
                 tracking(event)
@@ -217,8 +220,10 @@ class OpenRun:
         content["memory_images"] = len(method.memory) if method.memory else 0
         content["memory_bytes"] = method.memory_bytes
         content["parameters"] = method.parameters()
+        content["network_bytes"] = method.network_bytes()
         content["capacity"] = method.capacity()
         content["weighting"] = method.weighting()
+        content["covariance_estimators"] = method.covariance_estimators()
         content["peak_device_bytes"] = method.compute.peak_memory()
         write_stage(self.out, stage, content)
         so_far = {"stages": len(self.stream), "so_far": numbers_so_far(self.out, stage)}

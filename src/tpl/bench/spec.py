@@ -56,10 +56,22 @@ class RunSpec:
         return {name: options[name] for name in self._prescribed() if name not in self.options}
 
     def benchmark_note(self) -> str:
-        """One line that names the options set by the benchmark, as `--set` takes them; empty if there are none."""
-        found = [f"{name}={_as_typed(value)}" for name, value in self.benchmark_options().items()]
-        where = f"{self.benchmark} with {self.encoder} sets for {self.method}"
-        return f"{where}: {', '.join(found)} (change with --set)" if found else ""
+        """One line that names the options set by the benchmark, as `--set` takes them; empty if there are none.
+
+        Where a method keeps its own values whatever a benchmark sets, they are named as well.
+        """
+        options = self.all_options()
+        own = {name: options[name] for name in find_method(self.method).own_options if name not in self.options}
+        parts = {
+            f"{self.benchmark} with {self.encoder} sets for {self.method}": self.benchmark_options(),
+            f"{self.method} has its own": own,
+        }
+        found = [
+            f"{who}: {', '.join(f'{name}={_as_typed(value)}' for name, value in values.items())}"
+            for who, values in parts.items()
+            if values
+        ]
+        return f"{'; '.join(found)} (change with --set)" if found else ""
 
     def check(self) -> None:
         """Report mistakes that can be found before any data is read."""
@@ -101,9 +113,7 @@ class RunSpec:
         """The benchmark's options for this method and encoder, those that the method has."""
         method = find_method(self.method)
         prescribed = self._benchmark().prescribed(self.method, pretrained=not is_resnet(self.encoder))
-        if method.own_rate:
-            prescribed.pop("lr", None)
-        known = {field.name for field in dataclasses.fields(method.config_class)}
+        known = {field.name for field in dataclasses.fields(method.config_class)} - set(method.own_options)
         return {name: value for name, value in prescribed.items() if name in known}
 
     def _benchmark(self) -> Benchmark:

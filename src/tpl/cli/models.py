@@ -15,6 +15,7 @@ from tpl.cli.options import AsJson, Device, Model, Weights
 from tpl.cli.text import (
     bytes_on_disk,
     capacity_text,
+    covariance_text,
     listed,
     memory_of,
     memory_text,
@@ -59,6 +60,8 @@ def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None
         "capacity": capacity_text(about["capacity"]),
         "unknown": unknown_text(about["smallest_reject"]),
     }
+    if about["covariance_estimators"]:
+        facts["covariance"] = covariance_text(about["covariance_estimators"])
     if about["weighting"] is not None:
         facts["weighting"] = weighting_text(about["weighting"])
     grid = Table.grid(padding=(0, 2))
@@ -156,6 +159,7 @@ def _about(model: Path, learner: Learner) -> dict[str, Any]:
         "memory": memory_of(learner),
         "capacity": learner.capacity(),
         "weighting": method.weighting(),
+        "covariance_estimators": method.covariance_estimators(),
         "smallest_reject": learner.rejection_floor(),
         "bytes": bytes_on_disk(model),
     }

@@ -212,7 +212,9 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     The time is measured on this machine with this data; other programs that run at the same time make it longer.
     """
     memory = learner.method.memory
-    replayed = memory is not None and len(memory) > 0
+    replayed = train if memory is not None and len(memory) else 0  # an epoch, beside the new ones
+    if memory is not None and getattr(learner.method.config, "replay_batches", "") == "union":
+        replayed = len(memory)
     few = given.images.select(_some_of_each(given))
     trained: dict[str, float] = {}
 
@@ -227,7 +229,7 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, callback=callback)
     around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory under every task's model
     speed = trained["images"] / trained["seconds"]
-    passes = epochs * train * (2 if replayed else 1)
+    passes = epochs * (train + replayed)
     seconds = passes / speed + around * max(len(given.images) / len(few), 1)
     if memory is None or not memory.budget:  # statistics that replace images do not grow with their number
         return Estimate(seconds, _size(learner, memory=False) + _size(learner, memory=True))

@@ -54,6 +54,15 @@ def capacity_text(capacity: dict[str, float] | None) -> str:
     return f"{percent(1 - capacity['units'])} of the units are free, {percent(capacity['frozen'])} of the weights fixed"
 
 
+def covariance_text(estimators: Sequence[str]) -> str:
+    """How the tasks' covariances were estimated, in words."""
+    words = {"none": "not shrunk", "oas": "shrunk by OAS, as images are few", "auto": "not recorded"}
+    tasks = {name: [str(t) for t, each in enumerate(estimators) if each == name] for name in dict.fromkeys(estimators)}
+    if len(tasks) == 1:
+        return words.get(estimators[0], f"shrunk by {estimators[0]}")
+    return "; ".join(f"{words.get(name, f'shrunk by {name}')} in task {', '.join(own)}" for name, own in tasks.items())
+
+
 def unknown_text(floor: float) -> str:
     """The smallest --reject that can detect unknown images, in words."""
     if floor >= 1:

@@ -132,7 +132,12 @@ class Recipe(Config):
     """How long and how fast one task is trained."""
 
     epochs: int = option(20, "passes over a task's training images", minimum=1, group="training")
-    batch_size: int = option(64, "new images a step; as many replayed ones come on top", minimum=1, group="training")
+    batch_size: int = option(
+        64,
+        "images a step; as many replayed ones come on top, unless they are shuffled among the new ones",
+        minimum=1,
+        group="training",
+    )
     lr: float = option(0.005, "learning rate", above=0, group="training")
     schedule: str = option(
         "constant",
@@ -377,8 +382,9 @@ def train(
     if isinstance(plain, SharedStep):
         plain.align()
     seconds = time.perf_counter() - started
+    work = {"images": epochs * feed.images, "steps": epochs * feed.steps, "networks": len(networks)}
     for callback in callbacks:
-        callback(Event("trained", {"images": epochs * feed.images, "networks": len(networks), "seconds": seconds}))
+        callback(Event("trained", work | {"seconds": seconds}))
 
 
 def _check_agreement(processes: Processes, networks: Sequence[Batches]) -> None:

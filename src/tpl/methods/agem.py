@@ -27,7 +27,7 @@ from torch import Tensor
 from tpl.engine import Callback, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import RehearsalMethod
+from tpl.methods.parts.rehearsal import ExemplarConfig, RehearsalMethod
 from tpl.stream import Task
 
 
@@ -71,6 +71,7 @@ class AGEM(RehearsalMethod):
     paper = "Chaudhry et al., Efficient Lifelong Learning with A-GEM, ICLR 2019"
     keeps = "a class-balanced memory of images"
     cost = "new and remembered images, a backward pass each; one pass an answer"
+    config_class = ExemplarConfig
     from_scratch = True
 
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:

@@ -59,7 +59,7 @@ class Method(ABC):
     config_class: ClassVar[type[Config]]
     from_scratch: ClassVar[bool] = False  # whether it can also train an encoder that has no pre-trained trunk
     cumulative: ClassVar[bool] = False  # True: needs all data so far at every stage (an upper bound)
-    own_rate: ClassVar[bool] = False  # True: not SGD, so that a benchmark's learning rate does not apply
+    own_options: ClassVar[tuple[str, ...]] = ()  # options whose defaults hold whatever a benchmark sets
     splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
     has_task_models: ClassVar[bool] = False  # whether every task has a model of its own
 
@@ -187,6 +187,10 @@ class Method(ABC):
         """The weights of the parts of a prediction, and how they were chosen; None for a single part."""
         return None
 
+    def covariance_estimators(self) -> list[str] | None:
+        """How each task's covariance was estimated, e.g. none or oas; None for a method without covariances."""
+        return None
+
     def capacity(self) -> dict[str, float] | None:
         """How full the network is: shares of units in use and of weights frozen; None if it cannot fill up."""
         return None
@@ -207,10 +211,18 @@ class Method(ABC):
 
         The scatter behind a whitening matrix is redundant, and held-out images only serve to calibrate.
         """
-        trunk = sum(p.numel() for p in self.encoder.parameters())
+        return sum(tensor.numel() for tensor in self._counted())
+
+    def network_bytes(self) -> int:
+        """Size of these parameters, each in the precision that it is stored in."""
+        return sum(tensor.nbytes for tensor in self._counted())
+
+    def _counted(self) -> Iterator[Tensor]:
+        """The tensors that count as parameters."""
+        yield from self.encoder.parameters()
         state = self.state()
-        kept = [(k, t) for part in (state.shared, *state.tasks) for k, t in part.items()]
-        return trunk + sum(t.numel() for k, t in kept if not k.startswith(NOT_COUNTED))
+        for part in (state.shared, *state.tasks):
+            yield from (tensor for name, tensor in part.items() if not name.startswith(NOT_COUNTED))
 
     # What every method inherits
 
@@ -234,7 +246,7 @@ class Method(ABC):
 
     @property
     def memory_bytes(self) -> int:
-        """Size of what is stored of old images: those in the memory, or the statistics that replace them."""
+        """Size of what is stored of old images: those in the memory, what belongs to them, or statistics instead."""
         return self.memory.bytes_used if self.memory is not None else 0
 
     @property

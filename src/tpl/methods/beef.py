@@ -7,9 +7,12 @@ trained on remembered images), so that it is compatible with earlier tasks:
     CE([b_1 / 1.7, .., b_{t-1} / 1.7, f_1, f_2, ..], y'),   y' = the task of an old image, the class of a new one
 
 To be compatible with later tasks, it also has an energy output for each class (forward prototypes), for images that
-look like class y but are none of it. Their negatives are the images rotated by 180 degrees and moved a few gradient
-steps towards larger logits; the logit of their own class (or task) is set to 0, and the energy output of their class is
-the target:
+look like class y but are none of it. Their negatives x are the images rotated by 180 degrees and moved a few gradient
+steps to where the energy outputs are less probable:
+
+    x <- x - 0.01 grad_x log P(x is none of the classes),   P = sum of softmax([logits | energies]) over the energies
+
+The logit of their own class (or task) is set to 0, and the energy output of their class is the target:
 
     + 0.01 CE([logits without y' | energies], energy of y)
 
@@ -22,9 +25,10 @@ A sum of linear functions is linear: the result is one classifier over all featu
 
 Bugs of the public code that are fixed here: it zeroes a class's logit for the whole batch, in the columns of all labels
 in it; and fusion replaces the old biases by the new ones instead of adding them. Adapted: an extractor is adapters and
-layer norms over one frozen trunk. The negatives' random noise (1e-3, below the resolution of bf16 for a pixel) is left
-out, so they are the same in every run. They cost `negative_steps` + 1 further passes a step; with
-`energy_weight=0` there are none.
+layer norms over one frozen trunk. Every negative lowers its own log P; the public code takes the logarithm of P added
+up over the whole batch, so that its steps shrink as batches grow. The negatives' random noise (1e-3, below the
+resolution of bf16 for a pixel) is left out, so they are the same in every run. They cost `negative_steps` + 1 further
+passes a step; with `energy_weight=0` there are none.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ class BEEFConfig(RehearsalConfig):
     energy_weight: float = option(
         0.01, "weight of the energy loss; 0 leaves it out, and its passes", minimum=0, group="loss"
     )
-    negative_steps: int = option(3, "steps in which negatives are moved towards larger logits", minimum=0, group="loss")
+    negative_steps: int = option(
+        3, "steps in which negatives are moved to where energy outputs are less probable", minimum=0, group="loss"
+    )
     negative_lr: ClassVar[float] = 0.01  # how far each of them goes, in normalised pixels
     alignment: ClassVar[float] = 1.7  # old tasks' logits are divided by this in training
     fusion_epochs: int = option(
@@ -174,12 +180,16 @@ class BiCompatible(CrossEntropy):
         return torch.cat([self.backward(features), self.new(features)], dim=1)
 
     def negatives(self, images: Tensor) -> Tensor:
-        """The images rotated by 180 degrees and moved towards larger logits."""
+        """The images rotated by 180 degrees and moved to where the energy outputs are less probable."""
         x = images.flip(-1, -2)
         for _ in range(self.config.negative_steps):
             x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.outputs(self.network.newest_features(x)).sum(), x)
-            x = x + self.config.negative_lr * gradient
+            z = self.network.newest_features(x)
+            energies = self.forward(z)
+            everything = torch.cat([self.outputs(z), energies], dim=1)
+            log_p = energies.logsumexp(dim=1) - everything.logsumexp(dim=1)
+            (gradient,) = torch.autograd.grad(log_p.sum(), x)
+            x = x - self.config.negative_lr * gradient
         return x.detach()
 
     def energy_loss(self, negatives: Tensor, labels: Tensor) -> Tensor:

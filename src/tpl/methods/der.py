@@ -19,8 +19,7 @@ short they are soon longer than new ones: alignment then favours the new classes
 Adapted to adapters: an extractor is two adapters a block and the layer norms, a tenth of the trunk's size; the trunk is
 shared and frozen. H is retrained on features divided by their mean length, so that one rate suits any encoder;
 the published temperature of 5, which makes a step 25 times as short, is part of that rate. What differs from public
-codes: learned masks that prune the extractors are in the paper, but were never released, and are not here. Public code
-joins new and remembered images in one shuffled set; here, as for all methods, a step has equally many of both.
+codes: learned masks that prune the extractors are in the paper, but were never released, and are not here.
 """
 
 from __future__ import annotations

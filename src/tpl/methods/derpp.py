@@ -135,6 +135,11 @@ class DERpp(NetworkMethod):
         network = self.network
         return self._logits(pixels, network.head_weight, network.head_bias, network.norms, *network.adapters.weights)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the memory's images, their keys and their logits."""
+        return super().memory_bytes + self.memory.keys.nbytes + self.stored_logits.nbytes
+
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's row of the head, its images, and its column of the stored logits."""
         super().remove_class(task, own, number)

@@ -13,9 +13,8 @@ like the others, so that what was learned from the images left out is kept.
 The paper's separate classification layers amount to distillation task by task. The weights |s| / |old| and the factor
 T^2 are those of the code of Lee et al. (ICCV 2019), which the method is usually measured with; the paper adds the terms
 unweighted, and they would outweigh the cross-entropy after twenty tasks. Adapted to adapters: the benchmark's rate and
-epochs, a step with as many remembered as new images, and in the second training a rate that falls along a cosine
-instead of in two steps. Left out: the paper's gradient noise and image augmentation, which no method here has (but see
-`augment`). The first task is plain training.
+epochs, and in the second training a rate that falls along a cosine instead of in two steps. Left out: the paper's
+gradient noise and image augmentation, which no method here has (but see `augment`). The first task is plain training.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ on the old classes:
 
     loss = CE(H([old | phi]) / w, y) + CE(A(phi), y) + KD(H's old classes, old network's answers; T = 2)
 
-A class seen n times an epoch counts by its effective number of images. Dividing the logits by
+A class with n images in an epoch counts by its effective number of images. Dividing the logits by
 
     w_c = (1 - b) / (1 - b^n_c),  scaled to mean 1,   b = 0.96
 
@@ -17,14 +17,15 @@ starts from the old one is then distilled from both together, on the same images
 
 It replaces the old network, so that the model never grows by more than head rows.
 
+With 20 stored images of an old class and 500 of a new one, w is 1.79 times as large for the old class. (With
+`replay_batches=balanced`, n is how often an epoch shows the class: that is the imbalance which w is to correct.)
+
 What differs from public codes: one has the number of images a class written into it for one data set; here they are
-counted. There, n is how many images of a class lie in the one set of new and remembered images that an epoch runs
-through. Here half of every step is replayed, so n is how often an epoch shows the class: that is the imbalance which w
-is to correct, and weights by the number of distinct images would reverse it. The compression has the factor T^2, which
-keeps its gradients as large as those of cross-entropy: public code does without, in 130 epochs at a rate of 0.1, but in
-a few epochs at a small rate the student then falls short of its teacher on the new classes. "Extractors" are adapters
-and layer norms over one frozen trunk, and both phases take the method's learning rate and schedule. The TPL paper's
-size of FOSTER suggests that its authors kept the expanded network; here it is compressed, as published.
+counted. The compression has the factor T^2, which keeps its gradients as large as those of cross-entropy: public code
+does without, in 130 epochs at a rate of 0.1, but in a few epochs at a small rate the student then falls short of its
+teacher on the new classes. "Extractors" are adapters and layer norms over one frozen trunk, and both phases take the
+method's learning rate and schedule. The TPL paper's size of FOSTER suggests that its authors kept the expanded network;
+here it is compressed, as published.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class FOSTER(RehearsalMethod):
         network = expanded(self.network, self.config, self.generator("columns"))
         network.grow(len(task.classes), self.generator("boosted head"))
         new = Samples(samples.pixels, samples.labels + known)
-        weights = effective_weights(times_seen(new, old, len(network.head_bias)), config.boosting_beta)
+        weights = effective_weights(config.times_shown(new, old, len(network.head_bias)), config.boosting_beta)
         objective = Boosting(network, self.network.copy(), weights, config, self.generator("auxiliary"))
         trainable = [*network.parameters(), *objective.head]
         self.fit(new, callback, objective, old, name="boosting", trainable=trainable)
@@ -100,7 +101,7 @@ class FOSTER(RehearsalMethod):
     def compress(self, teacher: ExpandedNetwork, new: Samples, old: Samples | None, callback: Callback) -> None:
         """Distil both extractors into the single network, whose head has grown."""
         config = self.config
-        weights = effective_weights(times_seen(new, old, len(teacher.head_bias)), config.compression_beta)
+        weights = effective_weights(config.times_shown(new, old, len(teacher.head_bias)), config.compression_beta)
         recipe = config.replace(epochs=max(1, round(config.compression * config.epochs)))
         objective = Compression(self.network, teacher, weights, config.temperature)
         self.fit(new, callback, objective, old, recipe, "compression")
@@ -115,20 +116,9 @@ def expanded(network: Network, config: FOSTERConfig, generator: torch.Generator)
     return twin
 
 
-def times_seen(new: Samples, old: Samples | None, classes: int) -> Tensor:
-    """How often an epoch shows each class: with every new image comes one of the memory.
-
-    At least 1, so that a class without stored images has a finite weight.
-    """
-    seen = new.labels.bincount(minlength=classes).double()
-    if old is not None:
-        seen += old.labels.bincount(minlength=classes) * (len(new) / len(old))
-    return seen.clamp_min(1.0)
-
-
 def effective_weights(counts: Tensor, beta: float) -> Tensor:
-    """(1 - b) / (1 - b^n) of every class, scaled to mean 1."""
-    weights = (1 - beta) / (1 - beta ** counts.double())
+    """(1 - b) / (1 - b^n) of every class, scaled to mean 1; a class without images counts as if it had one."""
+    weights = (1 - beta) / (1 - beta ** counts.double().clamp_min(1))
     return (weights / weights.mean()).float()
 
 

@@ -14,10 +14,9 @@ Global means: one softmax over all old classes, where EEIL has one for each task
 1 / (|seen| * its class's share of the images), so that all classes weigh the same.
 
 The paper's third teacher, an ensemble of P and C, is for external unlabelled images, which no method here uses. Adapted
-to adapters: the benchmark's rate and epochs, for the specialist too. A step has as many remembered as new images, so
-the shares behind the weights of (3) are those of the images in the steps: weights by the number of stored images would
-favour the old classes, which replay shows more often already. The rate of (3) falls along a cosine, not in two steps.
-The first task is plain training.
+to adapters: the benchmark's rate and epochs, for the specialist too. The rate of (3) falls along a cosine, not in two
+steps. With `replay_batches=balanced`, the shares behind the weights of (3) are those of the images in the steps, which
+show old classes more often than their stored images are many. The first task is plain training.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -99,14 +97,14 @@ class GD(RehearsalMethod):
         self.fit(new, callback, Distillation(self.network, teachers, config.temperature), old)
         balancing = config.balancing()
         if balancing is not None:
-            weights = balancing_weights(new.labels, None if old is None else old.labels, first + count)
+            weights = balancing_weights(config.times_shown(new, old, first + count))
             head = [self.network.head_weight, self.network.head_bias]
             objective = Distillation(self.network, teachers, config.temperature, weights)
             self.fit(new, no_callback, objective, old, balancing, "balancing", head)
 
 
-def balancing_weights(new: Tensor, old: Tensor | None, classes: int) -> Tensor:
-    """1 / (classes * share) of every class, by its share of the images shown: half new ones, half remembered ones."""
-    shares = [labels.bincount(minlength=classes) / len(labels) for labels in (new, old) if labels is not None]
-    share = torch.stack(shares).mean(dim=0)
-    return (1 / (classes * share)).masked_fill(share == 0, 0.0)  # a class that is never shown has no weight
+def balancing_weights(shown: Tensor) -> Tensor:
+    """1 / (classes * share) of every class, by its share of the images that an epoch shows."""
+    share = shown / shown.sum()
+    weights = (1 / (len(shown) * share)).masked_fill(share == 0, 0.0)  # a class that is never shown has no weight
+    return weights.float()

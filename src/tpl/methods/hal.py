@@ -8,9 +8,10 @@ Anchoring. With L the cross-entropy of new and replayed images, and a the anchor
 Anchors. When a task ends, each of its classes gets the image that would be forgotten most: one that the network
 theta classifies well, and theta', the same network after an epoch on the memory of earlier tasks, does not:
 
-    a = argmin CE(f_theta(a), y) - CE(f_theta'(a), y) + gamma * |z(a) - mean z|^2 / D
+    a = argmin CE(f_theta(a), y) - CE(f_theta'(a), y) + gamma * |z(a) - mean z|^2
 
-z are the D features, and their mean over the task's images keeps the anchor among them. (The first task has no earlier
+z are the features, and their mean over the task's images keeps the anchor among them: without that term, or with a
+weak one, an anchor stays the noise that it starts from, which neither network knows. (The first task has no earlier
 one: there theta' is trained on the task's own stored images.)
 
 Bugs of public codes that are avoided: with f_ahead(a) as a constant, the gradient at theta pulls the anchors'
@@ -20,11 +21,10 @@ The look-ahead changes neither the weights nor the optimiser's momentum. Fine-tu
 one batch.
 
 Adapted: the mean feature is that of all the task's images under the finished network, not a running one over the last
-batches; the distance to it is divided by D, as features after a layer norm are so long that it outweighs all else.
-Anchors are images (whole grey levels, saved with the model, on top of the memory's budget). They start as noise, as
-published, and move by steps of a given length whatever the gradient's, which is tiny on the pixels of a large image. A
-step looks at as many anchors as it has new images, all in turn: every task's steps then have the same shapes, which are
-compiled once. The memory is class-balanced, not a ring.
+batches. Anchors are images (whole grey levels, saved with the model, on top of the memory's budget, and counted with
+it). They start as noise, as published, and move by steps whose length falls to zero, whatever the gradient's, which is
+tiny on the pixels of a large image. A step looks at as many anchors as it has new images, all in turn: every task's
+steps then have the same shapes, which are compiled once. The memory is class-balanced, not a ring.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tpl.config import option
 from tpl.engine import Callback, Compute, Samples, no_callback
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import RehearsalConfig, RehearsalMethod
+from tpl.methods.parts.rehearsal import BALANCED, UNION, RehearsalConfig, RehearsalMethod
 from tpl.nets import Encoder
 from tpl.store import State
 from tpl.stream import Task
@@ -58,10 +58,15 @@ class HALConfig(RehearsalConfig):
     anchor_mean: float = option(
         0.1, "gamma: how much an anchor's features stay near their task's mean", minimum=0, group="anchors"
     )
-    anchor_steps: int = option(
-        30, "steps in which an anchor is made (published: 100 of plain SGD)", minimum=1, group="anchors"
+    anchor_steps: int = option(100, "steps in which an anchor is made", minimum=1, group="anchors")
+    anchor_rate: ClassVar[float] = 4.0  # how far the first of them moves a pixel, in grey levels, root mean square
+    replay_batches: str = option(
+        BALANCED,
+        "balanced: as many remembered images come on top of the new ones of every step (as published); union: new and "
+        "remembered images are shuffled together",
+        (UNION, BALANCED),
+        group="memory",
     )
-    anchor_rate: ClassVar[float] = 4.0  # how far such a step moves a pixel, in grey levels, root mean square
 
 
 class Anchoring(CrossEntropy):
@@ -105,16 +110,17 @@ def make_anchors(
 ) -> Tensor:
     """One uint8 image a class, from float pixels `start`, that `now` classifies well and `later` does not."""
     pixels = start
-    for _ in range(config.anchor_steps):
+    for left in range(config.anchor_steps, 0, -1):
         pixels = pixels.detach().requires_grad_()
         images = normalise(pixels)
         z = now.features(images)
         forgetting = F.cross_entropy(later(images), classes, reduction="sum")
         known = F.cross_entropy(now.logits(z), classes, reduction="sum")
-        loss = known - forgetting + config.anchor_mean * (z - mean).square().mean(dim=1).sum()
+        loss = known - forgetting + config.anchor_mean * (z - mean).square().sum()
         (gradient,) = torch.autograd.grad(loss, pixels)
         length = gradient.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
-        step = config.anchor_rate * gradient / length.clamp_min(torch.finfo(length.dtype).tiny)
+        rate = config.anchor_rate * left / config.anchor_steps
+        step = rate * gradient / length.clamp_min(torch.finfo(length.dtype).tiny)
         pixels = (pixels.detach() - step).clamp(0, 255)
     return pixels.round().to(torch.uint8)
 
@@ -169,6 +175,11 @@ class HAL(RehearsalMethod):
         later = self.network.copy()
         self.network.load_state_dict(before)
         return later
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the memory's images and of the anchors."""
+        return super().memory_bytes + self.anchors.nbytes
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's row of the head, its images and its anchor."""

@@ -14,8 +14,7 @@ softmax(-|z - mu_c|^2). They rank the classes, and are flat: distances between u
 Differences from public codes: some train with a softmax, which is another method, or average the loss over the classes
 too, so that it shrinks as classes are added (the paper adds it up). Here means are recomputed after every task, and
 herding never takes an image twice.
-Adapted to adapters: rate and epochs are the benchmark's, not a ResNet's; a step has as many remembered as new images,
-where the paper shuffles both together.
+Adapted to adapters: rate and epochs are the benchmark's, not a ResNet's.
 """
 
 from __future__ import annotations

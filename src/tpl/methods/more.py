@@ -103,6 +103,10 @@ class MORE(BankMethod):
         rows = zip(self.heads_, outputs, self.bank.tasks, strict=True)
         return [head.own_probabilities(each.features, task.own, self.config.temperature) for head, each, task in rows]
 
+    def covariance_estimators(self) -> list[str]:
+        """How each task's covariance was estimated."""
+        return self.centres_.estimators()
+
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """The largest class score of each task."""
         best = torch.stack([within.amax(dim=1) for within in self._within(outputs)], dim=1)

@@ -1,20 +1,24 @@
 """OWM: weights change only orthogonally to old tasks' inputs (Zeng et al., Nature Machine Intelligence 2019).
 
 Every linear layer has a projector P, the identity at first. While a task is learned, the gradient G of the layer's
-weights becomes G P. After the task, P is updated with the mean input r of every batch of it, one after the other:
+weights becomes G P. After the task, P is updated with the inputs r of every batch of it, one after the other:
 
     k = P r,   P <- P - k k^T / (alpha + r^T k),   that is   P = (I + sum of r r^T / alpha)^-1
 
 So directions of old inputs are blocked, G P r being nearly 0, and the layer's output for them is kept. Within a
 task alpha goes from 1 to the option `alpha`, step by step over its shuffled batches, as published. No replay.
 
-How strong a given alpha is depends on the squared length of inputs, and on how many batches come: each blocks one more
+As published for convolutions, a layer that is applied at many positions has an r for each of them: the mean over the
+batch's images at one token. A mean over the tokens as well would leave most differences between tokens unprotected.
+
+How strong a given alpha is depends on the squared length of inputs, and on how many of them come: each blocks one more
 direction. A ViT's features are 40 to 60 long, so that an alpha of 0.1 leaves its head nothing to learn with after five
 tasks; 10, the head's default, keeps both old and new classes (docs/baselines.md has the numbers).
 
-Adapted to adapters: both layers of each adapter and the head have projectors; r is a mean over images and tokens; a
-bias is one more weight with an input of 1, protected with the others. The layer norms have no projector, so they are
-left as they are (`train_norms=true` trains them, unprotected).
+Adapted to adapters: both layers of each adapter and the head have projectors; a bias is one more weight with an input
+of 1, protected with the others. The layer norms have no projector, so they are left as they are (`train_norms=true`
+trains them, unprotected). Rows of the head for new classes start at zero: weights that start at random hide what a few
+projected steps can learn.
 
 Differences from the public code: it updates P in every step of the task being learned, which blocks that task's own
 inputs, and chooses its best model by test accuracy. Weight decay would bypass the projector and is refused. Momentum
@@ -23,7 +27,6 @@ is made of projected gradients only, and starts from zero with each task. P is f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -32,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.config import option
-from tpl.engine import Callback, Compute, Inference, Samples
+from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.network import CrossEntropy, Network, NetworkConfig, NetworkMethod
@@ -41,7 +44,6 @@ from tpl.nets.vit import adapter_inputs
 from tpl.store import State
 from tpl.stream import Task
 
-BATCHES = 16  # computed at a time, so that blocks of images are well filled
 PREFIX = "projector."
 
 
@@ -51,8 +53,8 @@ class OWMConfig(NetworkConfig):
 
     train_norms: bool = option(False, "whether the layer norms are trained; nothing protects them", group="encoder")
     alpha: float = option(
-        1e-4,
-        "adapters' alpha at a task's end (public code: 1e-5 to 1e-2); small blocks more",
+        1e-5,
+        "adapters' alpha at a task's end (that of convolutions in the public code); small blocks more",
         above=0,
         group="gradient projection",
     )
@@ -91,13 +93,19 @@ def layers_of(network: Network) -> dict[str, Layer]:
 
 
 def update_projector(projector: Tensor, inputs: Tensor, alpha: float) -> Tensor:
-    """The projector `[..., in + 1, in + 1]` after mean inputs `[batches, ..., in]`, one after the other."""
-    for number, mean in enumerate(F.pad(inputs, (0, 1), value=1.0), start=1):  # the bias's input is 1
-        gain = (projector @ mean.unsqueeze(-1)).squeeze(-1)
-        strength = alpha ** (number / len(inputs)) + (mean * gain).sum(dim=-1)
-        outer = gain.unsqueeze(-1) * gain.unsqueeze(-2)
-        projector = projector - outer / strength[..., None, None]
-    return projector
+    """The projector `[..., in + 1, in + 1]` after the inputs `[..., positions, in]` of one batch.
+
+    All positions at once: with R for the inputs, P - (P R^T) (alpha I + R P R^T)^-1 (R P). The result is that of one
+    position after the other, up to rounding.
+    """
+    rows = F.pad(inputs.double(), (0, 1), value=1.0)  # the bias's input is 1
+    gain = rows @ projector
+    strength = alpha * torch.eye(rows.shape[-2]).to(rows) + gain @ rows.mT
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(strength), gain, upper=False)
+    blocked: Tensor = half.mT @ half
+    # Symmetric to the bit, in whatever order a product is summed.
+    updated: Tensor = projector - (blocked + blocked.mT) / 2
+    return updated
 
 
 class ProjectedCrossEntropy(CrossEntropy):
@@ -134,16 +142,8 @@ class OWM(NetworkMethod):
 
     def __init__(self, encoder: Encoder, config: OWMConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
-        vit = as_vit(encoder)
+        self.vit = as_vit(encoder)
         self.projectors = {name: self.new_projectors(layer.weight) for name, layer in layers_of(self.network).items()}
-        self._inputs = Inference(
-            lambda images, norms, *weights: torch.cat(
-                [part.flatten(1) for part in adapter_inputs(vit, images, norms, AdapterStack(*weights), compute.dtype)],
-                dim=1,
-            ),
-            compute,
-            self.normalise,
-        )
 
     def new_projectors(self, weight: Tensor) -> Tensor:
         """Identity projectors for layers with weights of this shape."""
@@ -154,26 +154,29 @@ class OWM(NetworkMethod):
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train with projected gradients; then block the task's own inputs."""
         own = self.grow(task, samples)
+        with torch.no_grad():
+            self.network.head_weight[len(self.classes_) :] = 0
         self.fit(own, callback, ProjectedCrossEntropy(self.network, self.projectors, self.config.clip))
-        means = self.mean_inputs(samples.pixels)
-        for name, inputs in means.items():
-            alpha = self.config.alpha_head if name == "head" else self.config.alpha
-            self.projectors[name] = update_projector(self.projectors[name], inputs, alpha)
+        self.block(samples.pixels)
 
-    def mean_inputs(self, pixels: Tensor) -> dict[str, Tensor]:
-        """The mean input of every layer in every batch of a shuffled pass, `[batches, ..., in]`, float64."""
-        network, size = self.network, self.config.batch_size
-        means: list[Tensor] = []
-        for rows in torch.randperm(len(pixels), generator=self.generator("projectors")).split(BATCHES * size):
-            part = pixels[rows]
-            inside = self._inputs(part, network.norms, *network.adapters.weights)
-            seen = torch.cat([inside, self.features(part)], dim=1)
-            means += [batch.double().mean(dim=0) for batch in seen.split(size)]
-        adapters = adapters_of(network)
-        shapes = {"down": (adapters.count, adapters.dim), "up": (adapters.count, adapters.latent), "head": (-1,)}
-        widths = [adapters.count * adapters.dim, adapters.count * adapters.latent, adapters.dim]
-        parts: Sequence[Tensor] = torch.stack(means).split(widths, dim=1)
-        return {name: part.unflatten(1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    @torch.no_grad()
+    def block(self, pixels: Tensor) -> None:
+        """Block the inputs of these images: one shuffled pass, batch by batch."""
+        order = torch.randperm(len(pixels), generator=self.generator("projectors"))
+        batches = order.split(self.config.batch_size)
+        for number, rows in enumerate(batches, start=1):
+            for name, inputs in self.inputs(pixels[rows.to(pixels.device)]).items():
+                final = self.config.alpha_head if name == "head" else self.config.alpha
+                alpha = final ** (number / len(batches))
+                self.projectors[name] = update_projector(self.projectors[name], inputs, alpha)
+
+    @torch.no_grad()
+    def inputs(self, pixels: Tensor) -> dict[str, Tensor]:
+        """The inputs of every layer at every position, means over these images, `[..., positions, in]`."""
+        network, images = self.network, self.normalise(pixels.to(self.compute.device))
+        adapters = AdapterStack(*network.adapters.weights)
+        down, up, features = adapter_inputs(self.vit, images, network.norms, adapters, self.compute.dtype)
+        return {"down": down, "up": up, "head": features.mean(dim=0, keepdim=True)}
 
     def state(self) -> State:
         """The network and its projectors."""

@@ -132,6 +132,10 @@ class ROW(BankMethod):
         closeness = self.centres_.closeness(outputs)
         return closeness / closeness.sum(dim=1, keepdim=True)
 
+    def covariance_estimators(self) -> list[str]:
+        """How each task's covariance was estimated."""
+        return self.centres_.estimators()
+
     def task_scores(self, outputs: list[Outputs], common: Tensor | None = None) -> Tensor:
         """The task head's confidence that an image is the task's, times the share of MD."""
         if len(outputs) == 1:  # no other task to compare with

@@ -126,6 +126,10 @@ class TPL(BankMethod):
         held = sum(part.numel() * part.element_size() for each in self.held_ for part in each.tensors().values())
         return self.statistics.bytes_used + held
 
+    def covariance_estimators(self) -> list[str]:
+        """How each task's covariance was estimated."""
+        return [score.centres.estimator for score in self.scores_]
+
     @property
     def needs_encoder_features(self) -> bool:
         """Whether a prediction needs the encoder's own features."""

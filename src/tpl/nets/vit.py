@@ -260,22 +260,23 @@ def _check_supported(vit: VisionTransformer, name: str) -> None:
 
 def adapter_inputs(
     encoder: ViTEncoder, images: Tensor, norms: Tensor, adapters: AdapterStack, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Inputs of all adapters' layers, each image's mean over its tokens: `[n, count, dim]`, `[n, count, latent]`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of all adapters' layers, and the features `[n, dim]`: a forward pass of one network without masks.
 
-    For methods that protect weights by their inputs: a forward pass of one network without masks.
+    For methods that protect weights by their inputs. These are means over the images at every token, `[count, tokens,
+    dim]` and `[count, tokens, latent]`.
     """
     outer, inner = [], []
 
     def watch(y: Tensor, hidden: Tensor) -> None:
-        outer.append(y.float().mean(dim=1))
-        inner.append(hidden.float().mean(dim=1))
+        outer.append(y.float().mean(dim=0))
+        inner.append(hidden.float().mean(dim=0))
 
     x = encoder.tokens(images, dtype)
     weights = encoder.block_weights(norms, adapters, None, dtype)
     for block, own in zip(encoder.trunk(dtype).blocks, weights, strict=True):
         x = run_block(TimmLayout(block, own, watch), x)
-    return torch.stack(outer, dim=1), torch.stack(inner, dim=1)
+    return torch.stack(outer), torch.stack(inner), encoder.pooled(x, norms)
 
 
 def prompted(

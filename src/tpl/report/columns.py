@@ -102,12 +102,12 @@ COLUMNS = (
     ),
     Column(
         "memory_bytes", COST, "Memory, kB", "Mem.\nkB",
-        "Size of those images as stored, in thousands of bytes.",
+        "Size of what is stored of old images, in thousands of bytes: the images, and anchors, logits or statistics.",
         lambda value: f"{value / 1e3:,.1f}" if value else "0",
     ),
     Column(
         "network_and_memory_bytes", COST, "Both, MB", "Both\nMB",
-        "Network (four bytes a number) and memory together, in millions of bytes.",
+        "Network, in the precision it is stored in, and memory together, in millions of bytes.",
         lambda value: f"{value / 1e6:,.1f}",
     ),
     Column(

@@ -62,6 +62,12 @@ class ClassStatistics(NamedTuple):
         """The statistics without one class; the scatter, which is pooled over classes, stays."""
         return self._replace(counts=without_row(self.counts, c), means=without_row(self.means, c))
 
+    def estimator(self, shrinkage: str | float) -> str:
+        """The estimate that `covariance` takes: none, oas, or the share of the identity."""
+        if shrinkage == "auto":
+            return "oas" if int(self.seen) < ENOUGH * len(self.scatter) else "none"
+        return str(shrinkage)
+
     def covariance(self, shrinkage: str | float) -> Tensor:
         """The pooled within-class covariance, divided by n.
 
@@ -73,9 +79,7 @@ class ClassStatistics(NamedTuple):
         covariance = self._spread() / n
         if isinstance(shrinkage, float):
             return (1 - shrinkage) * covariance + shrinkage * torch.eye(d).to(covariance)
-        if shrinkage == "oas" or (shrinkage == "auto" and n < ENOUGH * d):
-            return _shrunk(covariance, n)
-        return covariance
+        return _shrunk(covariance, n) if self.estimator(shrinkage) == "oas" else covariance
 
     def _spread(self) -> Tensor:
         """The scatter, or a substitute for it where it is zero.
@@ -172,6 +176,11 @@ class Mahalanobis(Score):
     def mergeable(self) -> bool:
         """Whether samples can be added; models of early versions did not store the scatter."""
         return hasattr(self, "scatter_")
+
+    @property
+    def estimator(self) -> str:
+        """How the covariance was estimated; models of early versions stored too little to tell for "auto"."""
+        return self.statistics.estimator(self.shrinkage) if self.mergeable else str(self.shrinkage)
 
     @property
     def statistics(self) -> ClassStatistics:

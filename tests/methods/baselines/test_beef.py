@@ -64,15 +64,31 @@ def test_both_losses_by_hand(network: ExpandedNetwork) -> None:
 
     upside_down = torch.rot90(images[:3], 2, (2, 3)).requires_grad_()
     z = network.newest_features(upside_down)
-    (objective.backward(z).sum() + objective.new(z).sum()).backward()
+    everything = torch.cat([objective.backward(z), objective.new(z), objective.forward(z)], dim=1)
+    everything.softmax(dim=1)[:, 4:].sum(dim=1).log().sum().backward()  # type: ignore[no-untyped-call]
     assert upside_down.grad is not None
-    negatives = upside_down.detach() + 0.01 * upside_down.grad
+    negatives = upside_down.detach() - 0.01 * upside_down.grad
     z = network.newest_features(negatives)
     rows = torch.cat([objective.backward(z), objective.new(z), objective.forward(z)], dim=1)
     for row, own in zip(rows, (1, 3, 0), strict=True):
         row.data[own] = 0.0
     energy = -rows.log_softmax(1)[[0, 1, 2], [4 + 3, 4 + 5, 4 + 0]].mean()  # four outputs, then six energies
     torch.testing.assert_close(loss, by_hand + 0.5 * energy)
+
+
+def test_negatives_move_to_where_energy_outputs_are_less_probable(network: ExpandedNetwork) -> None:
+    objective = objective_for(network, negative_steps=3)
+    images = torch.randn(6, 3, 32, 32, generator=seeded(3))
+
+    def log_p(x: torch.Tensor) -> torch.Tensor:
+        z = network.newest_features(x)
+        return torch.cat([objective.outputs(z), objective.forward(z)], dim=1).log_softmax(1)[:, 4:].logsumexp(dim=1)
+
+    negatives = objective.negatives(images)
+    with torch.no_grad():
+        assert bool((log_p(negatives) < log_p(images.flip(-1, -2))).all())
+    alone = objective.negatives(images[2:3])  # a negative does not depend on the rest of its batch
+    torch.testing.assert_close(alone, negatives[2:3], rtol=1e-4, atol=1e-6)
 
 
 def test_the_merged_classifier_says_what_its_parts_say_together(network: ExpandedNetwork) -> None:

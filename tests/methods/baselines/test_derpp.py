@@ -58,6 +58,8 @@ def test_logits_are_those_at_insertion_and_do_not_follow_the_network(small_strea
     method = learner.method
     assert isinstance(method, DERpp)
     learner.learn(small_stream[0])
+    logits_and_keys = 14 * (2 * 4 + 8)
+    assert method.memory_bytes == method.memory.bytes_used + logits_and_keys
     pixels, stored, keys = method.memory.pixels(method.preprocess), method.stored_logits, method.memory.keys
     torch.testing.assert_close(stored, method.logits(pixels))
     assert bool(stored.std() > 0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rehearsing import LABELS, Fit, Says, kl, loss_of, move_head, softmax, some_logits, spy, tiny_learner, tiny_task
 
-from tpl.engine import Batches, Samples
-from tpl.methods.gd import GD, Specialist, balancing_weights
+from tpl.engine import Feed, Samples
+from tpl.methods.gd import GD, GDConfig, Specialist, balancing_weights
 from tpl.methods.parts.distill import Distillation
 
 
@@ -70,15 +70,19 @@ def test_balancing_moves_the_head_alone(fits: list[Fit]) -> None:
     assert (last.recipe.epochs, last.recipe.lr, last.recipe.schedule) == (7, pytest.approx(0.004), "cosine")
 
 
-def test_every_class_weighs_the_same_in_what_the_steps_show() -> None:
-    """Counted in the batches themselves: as many remembered images as new ones, whatever their numbers."""
-    new, old = torch.tensor([3] * 30 + [4] * 10), torch.tensor([0] * 5 + [1] * 2 + [2] * 1)
-    weights = balancing_weights(new, old, 5)
-    feed = Batches(
-        Samples(torch.zeros(40, 1), new), Samples(torch.zeros(8, 1), old), 8, torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("replay_batches", ["union", "balanced"])
+def test_every_class_weighs_the_same_in_what_the_steps_show(replay_batches: str) -> None:
+    """Counted in the batches themselves, whichever way they are made."""
+    new, old = (
+        Samples(torch.zeros(len(labels), 1), torch.tensor(labels))
+        for labels in ([3] * 30 + [4] * 10, [0] * 5 + [1] * 2 + [2] * 1)
     )
+    config = GDConfig(replay_batches=replay_batches, batch_size=8)
+    weights = balancing_weights(config.times_shown(new, old, 5))
+    feed = Feed([config.batches(new, old, torch.Generator().manual_seed(0))])
     shown = torch.zeros(5)
-    for rows, replayed in (feed.epoch() for _ in range(4)):
-        shown += new[rows].bincount(minlength=5) + old[replayed].bincount(minlength=5)
+    for inputs in (inputs for _ in range(4) for inputs in feed.epoch()):
+        shown += feed.gather(inputs)[1][0].bincount(minlength=5)
     torch.testing.assert_close(weights * shown, torch.full((5,), shown.sum().item() / 5))
-    assert balancing_weights(new, None, 5).tolist() == pytest.approx([0, 0, 0, 4 / 15, 4 / 5])  # none is remembered
+    alone = balancing_weights(config.times_shown(new, None, 5))
+    assert alone.tolist() == pytest.approx([0, 0, 0, 4 / 15, 4 / 5])  # none is remembered

@@ -120,6 +120,24 @@ def test_anchors_are_what_will_be_forgotten(gamma: float) -> None:
     assert int((one[0].int() - made[1].int()).abs().max()) <= 1  # no anchor depends on the others
 
 
+def test_anchors_lie_where_the_tasks_images_do(small_stream: Stream) -> None:
+    """Noise is far from the mean feature, compared with images; anchors, which start as noise, end among the images."""
+    options: dict[str, Any] = {"latent": 8, "epochs": 1, "batch_size": 12, "lr": 0.05, "memory": 48}
+    learner = Learner("hal", SMALL_VIT, device="cpu", **options)
+    method = learner.method
+    assert isinstance(method, HAL)
+    learner.learn(small_stream[0])
+    images = method.features(learner.prepare(small_stream[0].train))
+    mean = images.mean(dim=0)
+
+    def away(features: Tensor) -> float:
+        return float((features - mean).square().sum(dim=1).mean())
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    assert away(method.features(method.anchors)) < 0.25 * away(method.features(noise))
+
+
 def test_anchors_of_a_learned_stream(small_stream: Stream) -> None:
     options: dict[str, Any] = {"latent": 8, "epochs": 1, "batch_size": 12, "lr": 0.05, "memory": 48}
     learner = Learner("hal", SMALL_VIT, device="cpu", anchor_steps=10, anchor_mean=0.0, **options)
@@ -128,6 +146,7 @@ def test_anchors_of_a_learned_stream(small_stream: Stream) -> None:
     learner.learn(small_stream[0])
     first, old = method.anchors.clone(), method.old_samples()
     assert first.shape == (2, 3, 32, 32)
+    assert method.memory_bytes == method.memory.bytes_used + 2 * 3 * 32 * 32  # anchors take space, too
     learner.learn(small_stream[1])
     assert torch.equal(method.anchors[:2], first)  # made once, for good
 

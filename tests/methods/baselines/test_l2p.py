@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.bench.spec import RunSpec
+from tpl.engine import Samples
 from tpl.errors import TplError
 from tpl.methods.l2p import L2P, L2PConfig, PromptLoss, choose
 from tpl.nets.vit import prompted
@@ -77,6 +78,13 @@ def test_the_loss_by_hand() -> None:
     assert moved and moved <= used and len(used) < 6
 
 
+def test_a_task_of_five_thousand_images_takes_the_published_number_of_steps() -> None:
+    samples = Samples(torch.zeros(5000, 1), torch.zeros(5000).long())
+    config = L2PConfig()
+    batches = config.batches(samples, None, torch.Generator())
+    assert config.epochs * batches.steps == 5 * 313
+
+
 def test_an_answer_does_not_depend_on_the_batch_and_the_trunk_does_not_move(small_stream: Stream) -> None:
     learner = Learner("l2p", SMALL_VIT, device="cpu", **OPTIONS)
     method = learner.method
@@ -113,8 +121,13 @@ def test_impossible_choices_are_explained() -> None:
         new_method(nesterov=True)
 
 
-def test_a_benchmarks_rate_is_not_for_adam() -> None:
-    options = RunSpec("digits-5t", "l2p").all_options()
-    assert (options["lr"], options["epochs"]) == (L2PConfig().lr, 4)  # 0.05 would be SGD's
-    assert RunSpec("digits-5t", "l2p", options={"lr": 0.01}).all_options()["lr"] == 0.01
+def test_a_benchmarks_schedule_is_not_for_adam() -> None:
+    for benchmark in ("digits-5t", "c100-10t"):
+        spec = RunSpec(benchmark, "l2p")
+        options = spec.all_options()
+        assert (options["lr"], options["epochs"], options["batch_size"]) == (L2PConfig().lr, 5, 16)
+        assert "l2p has its own: epochs=5, batch_size=16, lr=0.001875" in spec.benchmark_note()
+    given = RunSpec("digits-5t", "l2p", options={"lr": 0.01, "epochs": 2})
+    assert (given.all_options()["lr"], given.all_options()["epochs"]) == (0.01, 2)
+    assert "its own: batch_size=16 " in given.benchmark_note()
     assert RunSpec("digits-5t", "replay").all_options()["lr"] == 0.05

@@ -33,14 +33,19 @@ def learned(small_stream: Stream) -> Learner:
     return learner
 
 
-def test_one_by_one_is_the_inverse_of_all() -> None:
-    inputs = random(5, 2, 3)  # 5 batches, 2 layers with 3 inputs
-    found = update_projector(identity(2, size=4), inputs, alpha=0.01)
+def test_a_batch_of_positions_is_the_rule_applied_to_one_after_the_other() -> None:
+    """k = P r, P <- P - k k^T / (alpha + r^T k), and what it stands for, the inverse of all outer products."""
+    inputs = random(5, 2, 7, 3)  # 5 batches, 2 layers, 7 positions, 3 inputs
+    found = identity(2, size=4)
+    for batch in inputs:
+        found = update_projector(found, batch, alpha=0.01)
     for layer in range(2):
-        total = torch.eye(4, dtype=torch.float64)
-        for i in range(5):
-            r = torch.cat([inputs[i, layer], torch.ones(1, dtype=torch.float64)])
-            total += torch.outer(r, r) / 0.01 ** ((i + 1) / 5)  # the last batch has all of alpha
+        by_rule, total = identity(size=4), identity(size=4)
+        for r in torch.nn.functional.pad(inputs[:, layer].flatten(0, 1), (0, 1), value=1.0):
+            k = by_rule @ r
+            by_rule -= torch.outer(k, k) / (0.01 + r @ k)
+            total += torch.outer(r, r) / 0.01
+        torch.testing.assert_close(found[layer], by_rule)
         torch.testing.assert_close(found[layer], torch.linalg.inv(total))
     assert torch.equal(found, found.mT)
 
@@ -62,8 +67,8 @@ def test_a_head_over_long_features_can_still_learn_the_tenth_task() -> None:
     dim, spread, shared = 96, 3.0, 2.0 * random(96, seed=9)
     projector = identity(size=dim + 1)
     for task in range(9):
-        means = shared + spread / 64**0.5 * random(79, dim, seed=task)
-        projector = update_projector(projector, means, OWMConfig().alpha_head)
+        for number, r in enumerate(shared + spread / 64**0.5 * random(79, dim, seed=task), start=1):
+            projector = update_projector(projector, r.unsqueeze(0), OWMConfig().alpha_head ** (number / 79))
     new, old = random(50, dim, seed=10), torch.cat([shared, torch.ones(1, dtype=torch.float64)])
     left = float((new @ projector[:-1]).norm() / new.norm())
     assert 0.01 < left < 0.2
@@ -74,12 +79,12 @@ def test_inputs_are_those_of_the_encoders_own_pass(learned: Learner, monkeypatch
     method = learned.method
     assert isinstance(method, OWM)
     pixels = (random(8, 3, 32, 32) * 60 + 120).clamp(0, 255).to(torch.uint8)
-    found = method.mean_inputs(pixels)  # fewer than a batch: one mean
+    found = method.inputs(pixels)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def spy(x: torch.Tensor, weights: AdapterStack, *rest: Any) -> torch.Tensor:
         hidden = torch.relu(x @ weights.down_weight.T + weights.down_bias)
-        seen.append((x.mean(dim=(0, 1)), hidden.mean(dim=(0, 1))))
+        seen.append((x.mean(dim=0), hidden.mean(dim=0)))  # over the images, token by token
         return adapt(x, weights, *rest)
 
     monkeypatch.setattr("tpl.nets.blocks.adapt", spy)
@@ -87,15 +92,35 @@ def test_inputs_are_those_of_the_encoders_own_pass(learned: Learner, monkeypatch
         features = method.network.features(method.normalise(pixels))
     assert len(seen) == 2 * len(method.encoder.vit.blocks) == 4
     for name, place in (("down", 0), ("up", 1)):
-        expected = torch.stack([pair[place] for pair in seen]).double()
-        torch.testing.assert_close(found[name][0], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["head"][0], features.mean(dim=0).double(), rtol=1e-4, atol=1e-5)
+        expected = torch.stack([pair[place] for pair in seen])
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["head"], features.mean(dim=0, keepdim=True), rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_leaves_old_mean_inputs_alone(learned: Learner, small_stream: Stream) -> None:
+def test_alpha_falls_from_one_to_its_final_value_over_a_tasks_batches(
+    learned: Learner, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = learned.method
     assert isinstance(method, OWM)
-    old = method.mean_inputs(learned.prepare(small_stream[0].train))
+    alphas: dict[str, list[float]] = {"head": [], "adapters": []}
+
+    def spy(projector: torch.Tensor, inputs: torch.Tensor, alpha: float) -> torch.Tensor:
+        alphas["head" if projector.dim() == 2 else "adapters"].append(alpha)
+        return projector
+
+    monkeypatch.setattr("tpl.methods.owm.update_projector", spy)
+    monkeypatch.setattr(method, "config", method.config.replace(alpha_head=16.0, alpha=1e-4, batch_size=8))
+    method.block(learned.prepare(small_stream[1].train)[:32])  # four batches
+    assert alphas["head"] == pytest.approx([2, 4, 8, 16])
+    assert alphas["adapters"][::2] == alphas["adapters"][1::2] == pytest.approx([0.1, 0.01, 1e-3, 1e-4])
+
+
+def test_a_step_leaves_alone_what_layers_say_of_old_inputs_at_every_token(
+    learned: Learner, small_stream: Stream
+) -> None:
+    method = learned.method
+    assert isinstance(method, OWM)
+    old = method.inputs(learned.prepare(small_stream[0].train))
     images = method.normalise(learned.prepare(small_stream[1].train)[::4])
     labels, nothing = torch.tensor([[0, 1] * 4]), torch.zeros(())
     objective = ProjectedCrossEntropy(method.network, method.projectors, clip=1e9)
@@ -107,14 +132,27 @@ def test_a_step_leaves_old_mean_inputs_alone(learned: Learner, small_stream: Str
     for name, layer in layers.items():
         projected = joined(layer.weight.grad, layer.bias.grad)
         torch.testing.assert_close(projected, plain[name] @ method.projectors[name], rtol=1e-3, atol=1e-5)
-        inputs = torch.cat([old[name], torch.ones_like(old[name][..., :1])], dim=-1).mean(dim=0).unsqueeze(-1)
+        inputs = torch.nn.functional.pad(old[name].double(), (0, 1), value=1.0).mT
         assert (projected @ inputs).norm() < 0.02 * (plain[name] @ inputs).norm(), name
-        assert projected.norm() > 0.01 * plain[name].norm(), name  # and yet there is room to learn
+        assert projected.norm() > 1e-3 * plain[name].norm(), name  # and yet there is room to learn
 
 
 def joined(weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     assert weight is not None and bias is not None
     return torch.cat([weight, bias.unsqueeze(-1)], dim=-1).double()
+
+
+def test_new_classes_start_without_a_preference(small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = Learner("owm", SMALL_VIT, device="cpu", **OPTIONS).method
+    assert isinstance(method, OWM)
+    heads: list[torch.Tensor] = []
+    monkeypatch.setattr(method, "fit", lambda *_: heads.append(method.network.head_weight.detach().clone()))
+    method.learn(small_stream[0])
+    with torch.no_grad():
+        method.network.head_weight += 1
+    method.learn(small_stream[1])
+    assert not heads[0].any()
+    assert bool((heads[1][:2] == 1).all()) and not heads[1][2:].any()
 
 
 def test_gradients_are_clipped_together_after_the_projection(learned: Learner) -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from rehearsing import LABELS, Says, kl, loss_of, softmax, some_logits, tiny_learner, tiny_task
 
-from tpl.engine import IGNORED, Samples, masked_mean, no_callback
+from tpl.engine import IGNORED, Feed, Samples, masked_mean, no_callback
 from tpl.methods.parts.distill import Distillation, class_slices, kd, soft_cross_entropy
 from tpl.methods.parts.network import NetworkMethod
-from tpl.methods.parts.rehearsal import balanced
+from tpl.methods.parts.rehearsal import RehearsalConfig, balanced
 
 
 def test_distillation_of_three_classes_by_hand() -> None:
@@ -19,6 +19,28 @@ def test_distillation_of_three_classes_by_hand() -> None:
     assert kd(student, teacher, 2.0).item() == pytest.approx(kl(p, q), abs=1e-6)
     assert soft_cross_entropy(student, teacher, 2.0).item() == pytest.approx(-(p * np.log(q)).sum(), abs=1e-6)
     assert kd(teacher, teacher, 2.0).item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize(("replay_batches", "steps", "counts"), [("union", 4, [3] + 11 * [1]), ("balanced", 3, None)])
+def test_remembered_images_are_shuffled_among_the_new_or_come_on_top(
+    replay_batches: str, steps: int, counts: list[int] | None
+) -> None:
+    """Three remembered images of class 0 and eleven new classes with an image each, four a step."""
+    config = RehearsalConfig(replay_batches=replay_batches, batch_size=4)
+    new, old = Samples(torch.zeros(11, 1), torch.arange(1, 12)), Samples(torch.ones(3, 1), torch.zeros(3).long())
+    feed = Feed([config.batches(new, old, torch.Generator().manual_seed(0))])
+    batches = [feed.gather(inputs) for inputs in feed.epoch()]
+    assert feed.steps == len(batches) == steps
+    labels = torch.cat([labels[0] for _, labels in batches])
+    if counts is not None:
+        assert labels.bincount().tolist() == counts  # every image once
+        places = (labels == 0).nonzero().flatten().tolist()
+        assert places != [11, 12, 13]  # not at the end, where they were before the shuffle
+    else:
+        assert [int((own == 0).sum()) for _, (own,) in batches] == [4, 4, 3]  # half of every step
+    shown = torch.cat([pixels for pixels, _ in batches])
+    assert torch.equal(shown.flatten() == 1, labels == 0)  # every image with its own label
+    assert config.times_shown(new, old, 12).tolist() == labels.bincount().tolist()
 
 
 def test_rows_that_only_fill_up_do_not_count() -> None:

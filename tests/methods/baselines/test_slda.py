@@ -21,6 +21,16 @@ CPU = torch.device("cpu")
 SHRINKAGE = 0.05
 
 
+def test_the_size_of_the_network_counts_float64_twice(small_stream: Stream) -> None:
+    learner = Learner("slda", SMALL_VIT, device="cpu").learn(small_stream[0])
+    method = learner.method
+    assert isinstance(method, SLDA)
+    trunk = sum(p.numel() for p in method.encoder.parameters())
+    statistics = sum(part.numel() for part in method.statistics)
+    assert method.parameters() == trunk + statistics
+    assert method.network_bytes() == 4 * trunk + 8 * statistics
+
+
 class Shrunk(BaseEstimator):  # type: ignore[misc]
     """(1 - e) S + e I; scikit-learn's own shrinkage takes a multiple of the identity."""
 

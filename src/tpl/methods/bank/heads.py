@@ -31,6 +31,10 @@ class TaskCentres:
         """Fit one more task, from its model's outputs for its training images."""
         self.tasks.append(Mahalanobis(self.shrinkage).fit_features(*outputs, labels))
 
+    def estimators(self) -> list[str]:
+        """How each task's covariance was estimated."""
+        return [task.estimator for task in self.tasks]
+
     def closeness(self, outputs: list[Outputs]) -> Tensor:
         """max_c 1 / d_M(z_j, mu_c) of every task j, `[n, tasks]`."""
         squares = [centre.score_features(*each) for centre, each in zip(self.tasks, outputs, strict=True)]

@@ -113,7 +113,8 @@ class Loss:
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss, a scalar, of normalised images `[b, 3, h, w]` with class numbers `[b]`.
 
-        Replayed images, if any, are the second half. Rows labelled `IGNORED` only fill the batch up and must not count.
+        Rows labelled `IGNORED` only fill the batch up and must not count. Where a recipe replays as many images as it
+        has new ones, these are the second half.
         """
         raise NotImplementedError
 
@@ -184,7 +185,7 @@ class NetworkMethod(Method):
         trainable: Sequence[Tensor] | None = None,
         numbers: int = 0,
     ) -> None:
-        """Train on `samples`, and on as many of `replay` in every batch, labelled by class number.
+        """Train on `samples` and on `replay`, labelled by class number, in the batches that the recipe makes of them.
 
         The defaults: cross-entropy over all classes so far, the method's own recipe, all parameters of the network. An
         objective that needs random numbers gets `numbers` of them a step. `name` seeds the random numbers, so that two

@@ -1,9 +1,10 @@
 """Rehearsal: one network, trained on every task together with a memory of old images.
 
 `RehearsalMethod` has a memory with equally many images of every class. `Reservoir` is another memory: a uniform sample
-of all images seen. New images outnumber remembered ones, and a head trained on both prefers the new classes. A short
-training on a class-balanced set corrects that: of the whole network (`NetworkMethod.fit` with a shorter recipe), or,
-over frozen features, of a few weights alone (`fit_rows`).
+of all images seen. `replay_batches` says how new and remembered images share the steps. In their shuffled union, new
+images outnumber remembered ones, and a head trained on both prefers the new classes. A short training on a
+class-balanced set corrects that: of the whole network (`NetworkMethod.fit` with a shorter recipe), or, over frozen
+features, of a few weights alone (`fit_rows`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import torch
 from torch import Tensor
 
 from tpl.config import option
-from tpl.engine import Callback, Compute, Recipe, Samples
+from tpl.engine import Batches, Callback, Compute, Recipe, RotationClasses, Samples
 from tpl.memory import FEATURE_POLICIES, POLICIES, Memory, encode
 from tpl.methods.parts.network import NetworkConfig, NetworkMethod
 from tpl.nets import Encoder
 from tpl.stream import ImageSet, Preprocess, Task
 
+UNION, BALANCED = "union", "balanced"  # values of `replay_batches`
+
 
 @dataclass(frozen=True)
-class RehearsalConfig(NetworkConfig):
-    """Options of a method that trains one network on new and remembered images."""
+class ExemplarConfig(NetworkConfig):
+    """Options of a method with one network and a memory; a step has as many remembered images as new ones."""
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
     memory_policy: str = option(
@@ -38,17 +41,54 @@ class RehearsalConfig(NetworkConfig):
     )
 
 
+@dataclass(frozen=True)
+class RehearsalConfig(ExemplarConfig):
+    """Options of a method that trains one network on new and remembered images."""
+
+    replay_batches: str = option(
+        UNION,
+        "union: new and remembered images are shuffled together, each is shown once an epoch (as published); balanced: "
+        "as many remembered images come on top of the new ones of every step",
+        (UNION, BALANCED),
+        group="memory",
+    )
+
+    def batches(
+        self,
+        new: Samples,
+        replay: Samples | None,
+        generator: torch.Generator,
+        numbers: int = 0,
+        whole: bool = False,
+        rotations: RotationClasses | None = None,
+    ) -> Batches:
+        """The batches of this recipe: of the union, or of new and of remembered images."""
+        if replay is not None and self.replay_batches == UNION:
+            new, replay = union(new, replay), None
+        return super().batches(new, replay, generator, numbers, whole, rotations)
+
+    def times_shown(self, new: Samples, old: Samples | None, classes: int) -> Tensor:
+        """How often an epoch shows each class, `[classes]`: what a method that weighs classes by frequency counts."""
+        shown = new.labels.bincount(minlength=classes).double()
+        if old is not None:
+            each = 1.0 if self.replay_batches == UNION else len(new) / len(old)
+            shown += each * old.labels.bincount(minlength=classes)
+        return shown
+
+
+def union(new: Samples, old: Samples) -> Samples:
+    """All samples of both, where the new ones are stored; labels are numbers among all classes."""
+    return Samples(torch.cat([new.pixels, old.pixels.to(new.pixels.device)]), torch.cat([new.labels, old.labels]))
+
+
 class RehearsalMethod(NetworkMethod):
-    """One growing head, and a memory with equally many images of every class.
+    """One growing head, and a memory with equally many images of every class; the first task has new images alone."""
 
-    A step has as many remembered images as new ones; the first task has new ones alone.
-    """
-
-    config_class = RehearsalConfig
-    config: RehearsalConfig
+    config_class: ClassVar[type[ExemplarConfig]] = RehearsalConfig
+    config: ExemplarConfig
     memory: Memory
 
-    def __init__(self, encoder: Encoder, config: RehearsalConfig, compute: Compute, seed: int = 0) -> None:
+    def __init__(self, encoder: Encoder, config: ExemplarConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.memory = Memory(config.memory, config.memory_policy, seed)
 
