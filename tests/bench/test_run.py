@@ -19,15 +19,18 @@ import numpy as np
 import pytest
 import torch
 
+from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
 from tpl.bench import metrics
+from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import KINDS, RunResult
 from tpl.bench.run import RunError, execute
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event
 from tpl.nets import create_encoder
+from tpl.report import markdown, summary_rows
 
 TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
 OPTIONS: dict[str, Any] = TRAINING | {"memory": 20}
@@ -339,6 +342,59 @@ def test_what_a_benchmark_sets_depends_on_method_and_encoder() -> None:
     assert "nesterov=true" in note and note.endswith(" (change with --set)")
     assert RunSpec("c100-10t", "slda").benchmark_note() == ""  # it has none of these options
     assert "lr" not in RunSpec("c100-10t", "l2p").benchmark_options()  # not meant for its optimiser
+
+
+def test_the_default_encoder_has_not_seen_the_benchmarks_classes() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        spec = RunSpec(name)
+        assert spec.encoder == benchmark.encoder and spec.contamination() == []
+        spec.check_encoder()
+    assert RunSpec("digits-5t").encoder == RunSpec("folder").encoder == "compact"
+    assert RunSpec("c100-10t").encoder == "vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "encoder", "seen"),
+    [
+        ("c100-10t", "compact", ["cifar100"]),
+        ("c10-5t", "compact", ["cifar100"]),
+        ("t-5t", "vit_tiny_patch16_224", ["imagenet"]),
+        ("imagenet380-10t", "deit_small_patch16_224", ["imagenet"]),
+        ("t-5t", "compact", []),
+        ("t-5t", "deit_small_611", []),
+        ("c100-10t", "resnet18:128", []),
+    ],
+)
+def test_an_encoder_that_has_seen_the_classes_must_be_accepted(benchmark: str, encoder: str, seen: list[str]) -> None:
+    spec = RunSpec(benchmark, encoder=encoder)
+    assert spec.contamination() == seen
+    accepted = replace(spec, accept_contaminated_encoder=True)
+    accepted.check_encoder()
+    assert accepted.directory_name() == spec.directory_name()
+    if not seen:
+        spec.check_encoder()
+        return
+    with pytest.raises(TplError, match=f"pre-trained on {seen[0]} .*--accept-contaminated-encoder"):
+        spec.check_encoder()
+
+
+def test_a_run_with_a_contaminated_encoder_carries_the_mark(tmp_path: Path) -> None:
+    names = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "owl", "pig"]
+    photos(tmp_path / "data" / "train", names, count=3)
+    photos(tmp_path / "data" / "test", names, count=1, seed=1)
+    spec = RunSpec("c10-5t", "slda", "compact", data=tmp_path / "data", tasks=2, device="cpu")
+    with pytest.raises(TplError, match="--accept-contaminated-encoder"):
+        execute(spec, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    events: list[Event] = []
+    spec = replace(spec, accept_contaminated_encoder=True)
+    result = execute(spec, tmp_path / "run", callback=events.append)
+    assert any("pre-trained on cifar100" in event.data.get("text", "") for event in events if event.kind == "warning")
+    assert read(tmp_path / "run" / "run.json")["contamination"] == ["cifar100"]
+    assert result.summary["contamination"] == result.contamination == ["cifar100"]
+    assert "| slda † |" in markdown(summary_rows({"slda": result}))
+    older = RunResult({k: v for k, v in result.description.items() if k != "contamination"}, {}, {})
+    assert older.contamination == ["cifar100"]  # from the declarations: such runs exist
 
 
 def test_a_run_made_before_the_benchmarks_options_were_stored_is_resumed(interrupted: Path, tmp_path: Path) -> None:

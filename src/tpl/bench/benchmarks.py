@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tpl.errors import TplError
 from tpl.names import refuse_unknown
+from tpl.pretraining import COMPACT, DEIT_611
 from tpl.stream import Stream, class_order, load_source, split
 
 
@@ -30,6 +31,7 @@ class Benchmark:
     by_method: dict[str, dict[str, Any]] = field(default_factory=dict)  # where single methods differ
     from_scratch: FromScratch | None = None  # where networks without pre-training differ
     small_memory: int | None = None  # memory size of the paper's runs with half as many exemplars
+    encoder: str = COMPACT  # the default: one that was not pre-trained on this data set
 
     def smaller_memory(self) -> int:
         """The memory of the paper's small-buffer experiments."""
@@ -91,6 +93,8 @@ FROM_SCRATCH = FromScratch(
     },
 )  # fmt: skip
 
+VIT_TINY = "vit_tiny_patch16_224"
+
 BENCHMARKS: dict[str, Benchmark] = {
     b.name: b
     for b in (
@@ -123,6 +127,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             _paper(64, 0.005, 20, 200),
             from_scratch=FROM_SCRATCH,
             small_memory=100,
+            encoder=VIT_TINY,
         ),
         Benchmark(
             "c100-10t",
@@ -132,6 +137,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             _paper(128, 0.001, 40, 2000),
             from_scratch=FROM_SCRATCH,
             small_memory=1000,
+            encoder=VIT_TINY,
         ),
         Benchmark(
             "c100-20t",
@@ -141,6 +147,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             _paper(128, 0.005, 40, 2000),
             from_scratch=FROM_SCRATCH,
             small_memory=1000,
+            encoder=VIT_TINY,
         ),
         Benchmark(
             "t-5t",
@@ -150,6 +157,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             _paper(128, 0.005, 15, 2000),
             from_scratch=FROM_SCRATCH,
             small_memory=1000,
+            encoder=DEIT_611,
         ),
         Benchmark(
             "t-10t",
@@ -159,6 +167,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             _paper(128, 0.005, 10, 2000),
             from_scratch=FROM_SCRATCH,
             small_memory=1000,
+            encoder=DEIT_611,
         ),
         Benchmark(
             "imagenet380-10t",
@@ -166,6 +175,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             "imagenet380",
             38,
             _paper(128, 0.005, 10, 7600),
+            encoder=DEIT_611,
         ),
     )
 }

@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +21,12 @@ import numpy as np
 
 from tpl._version import __version__
 from tpl.bench import metrics
+from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.metrics import Matrix, matrix_of
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.migrate import current_options
+from tpl.pretraining import contamination
 from tpl.store import ModelStore
 
 if TYPE_CHECKING:
@@ -48,6 +51,11 @@ class RunResult:
     def sizes(self) -> list[int]:
         """Number of test images per task."""
         return list(self.description["test_images"])
+
+    @property
+    def contamination(self) -> list[str]:
+        """The data sets of the encoder's pre-training that share classes with the benchmark's."""
+        return contamination_of(self.description)
 
     def against(self, joint: RunResult) -> dict[str, float]:
         """The paper's rectified forgetting, relative to a joint run over the same tasks."""
@@ -91,6 +99,15 @@ def read_description(out: Path) -> dict[str, Any]:
     for key in {"options", "benchmark_options"} & set(description):
         description[key] = current_options(description["method"], description[key])
     return description
+
+
+def contamination_of(description: Mapping[str, Any]) -> list[str]:
+    """What run.json says about contamination; for runs made before that was recorded, what the encoder declares."""
+    known = description.get("contamination")
+    benchmark = BENCHMARKS.get(str(description.get("benchmark")))
+    if known is not None or benchmark is None:
+        return list(known or [])
+    return contamination(str(description["encoder"]["name"]), benchmark.source)
 
 
 def stage_file(out: Path, stage: int) -> Path:
@@ -142,6 +159,7 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
+        "contamination": contamination_of(description),
     }
     classes = [stage.get("class_accuracy") for stage in stages]
     known = None if None in classes else classes  # a resumed run may have stages that did not record it

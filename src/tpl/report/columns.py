@@ -149,6 +149,7 @@ def run_row(name: str, run: RunResult, bound: RunResult | None = None) -> Row:
     """One run as a row of raw numbers (or None); forgetting is measured against the joint run `bound`."""
     values = metrics_of(run, bound)
     row: Row = {"name": name, "method": run.description.get("method"), "role": role(name, run)}
+    row["contamination"] = run.contamination
     return row | {column.key: values.get(column.key) for column in COLUMNS}
 
 
@@ -182,6 +183,7 @@ def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = Non
         found = [metrics_of(run, None if name == joint else matching_joint(run, bounds)) for run in runs]
         row: Row = {"name": name, "method": runs[0].description.get("method"), "role": role(name, runs[0], joint)}
         row["runs"] = len(runs)
+        row["contamination"] = sorted({name for run in runs for name in run.contamination})
         for column in COLUMNS:
             values = [some for some in (each[column.key] for each in found) if some is not None]
             complete = len(values) == len(runs)  # a mean over some of the runs would not say which
@@ -190,6 +192,27 @@ def mean_rows(groups: Mapping[str, Sequence[RunResult]], joint: str | None = Non
             row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
         rows.append(row)
     return sorted(rows, key=lambda row: _ORDER.index(row["role"]))
+
+
+CONTAMINATED = "\N{DAGGER}"
+
+
+def shown_name(row: Row) -> str:
+    """The row's name; with a dagger if its encoder was pre-trained on the benchmark's classes."""
+    return f"{row['name']} {CONTAMINATED}" if row.get("contamination") else str(row["name"])
+
+
+def contaminated_by(data_sets: Sequence[str]) -> str:
+    """What the dagger means."""
+    return f"{CONTAMINATED} The encoder was pre-trained on {' and '.join(data_sets)}, which has these classes"
+
+
+def contamination_note(rows: Sequence[Row]) -> str | None:
+    """The sentence that explains the dagger; None if no row has one."""
+    seen = sorted({name for row in rows for name in row.get("contamination") or []})
+    if not seen:
+        return None
+    return contaminated_by(seen) + "."
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:

@@ -27,6 +27,7 @@ from tpl.report.columns import (
     columns_of,
     metrics_of,
     percent,
+    shown_name,
 )
 from tpl.report.compare import Comparison, comparison_table
 from tpl.report.figures import (
@@ -172,7 +173,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], paper: Paper, styles:
     starts = {group[0].key for group in groups.values()}
     shown = [
         {
-            "name": row["name"],
+            "name": shown_name(row),
             "role": None if row["role"] == CONTINUAL else row["role"],
             "style": styles[row["name"]],
             "runs": row["runs"],

@@ -25,6 +25,8 @@ from tpl.report.columns import (
     best,
     cell,
     columns_of,
+    contamination_note,
+    shown_name,
 )
 from tpl.report.find import Experiment
 from tpl.report.paper import PaperValue, Ranking, paper_of
@@ -74,7 +76,7 @@ def results_table(rows: Sequence[Row], title: str = "", paper: Paper | None = No
 
 def _row_name(row: Row) -> str:
     """The row's name, with its role if it is a bound."""
-    return str(row["name"]) if row["role"] == CONTINUAL else f"{row['name']} ({row['role']})"
+    return shown_name(row) if row["role"] == CONTINUAL else f"{shown_name(row)} ({row['role']})"
 
 
 def _paper_cell(values: Mapping[str, PaperValue], column: Column) -> Cell:
@@ -86,6 +88,8 @@ def experiment_tables(experiment: Experiment) -> list[Table]:
     """An experiment's results, and its costs."""
     rows, paper, runs = experiment.rows, paper_of(experiment), max(len(group.runs) for group in experiment.groups)
     over = f", mean ± standard deviation over up to {runs} runs" if runs > 1 else ""
+    if note := contamination_note(rows):
+        over += f". {note}"
     return [
         results_table(rows, f"{experiment.title}{over}", paper, (ACCURACY, SCORES, FORGETTING)),
         results_table(rows, f"{experiment.title}: size and time", paper, (COST,)),
@@ -140,6 +144,7 @@ _SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}", "[": "{[}", "]": "{]}", "*": "{*}",
+    "\N{DAGGER}": r"\textdagger{}",
     "\N{EN DASH}": "--", "\N{MINUS SIGN}": "$-$", "±": r"$\pm$", "…": r"\ldots{}", "×": r"$\times$",
 }  # fmt: skip
 
@@ -233,13 +238,16 @@ def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None 
 
 def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> rich_tables.Table:
     winners = {column.key: best(rows, column) for column in columns}
-    table = rich_tables.Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold")
+    note = contamination_note(rows)
+    table = rich_tables.Table(
+        title=title, caption=note, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold"
+    )
     table.add_column("\nMethod", overflow="fold", min_width=8)
     for column in columns:
         table.add_column(column.short, justify="right", no_wrap=True)
     for row in rows:
         bound = row["role"] != CONTINUAL
-        name = Text(str(row["name"]))
+        name = Text(shown_name(row))
         if bound:
             name.append(f"\n({row['role'].split()[0]})", style="italic")
         cells = [Text(cell(row, c), style="bold" if row["name"] in winners[c.key] else "") for c in columns]
