@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import torch
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
-from tpl.bench import metrics
+from tpl.bench import metrics, results
 from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import KINDS, RunResult
@@ -403,6 +404,31 @@ def test_a_run_made_before_the_benchmarks_options_were_stored_is_resumed(interru
     del description["benchmark_options"]
     (place / "run.json").write_text(json.dumps(description), encoding="utf-8")
     assert "benchmark_options" not in execute(SPEC, place, resume=True).description
+
+
+def test_a_commit_that_was_only_named_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "copy" / "tpl"
+    (package / "bench").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(results, "__file__", str(package / "bench" / "results.py"))
+    monkeypatch.delenv("TPL_COMMIT", raising=False)
+    assert results._commit() == "unknown"
+    monkeypatch.setenv("TPL_COMMIT", "c0ffee")
+    assert results._commit() == "c0ffee+unverified"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "commit.gpgsign=false"]
+    (tmp_path / "other").write_text("")
+    for command in (["init", "-q"], ["add", "other"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    assert results._commit() == "c0ffee+unverified"  # a checkout of something else around it
+    for command in (["add", "."], ["commit", "-qm", "y"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{40}", results._commit())
+    before = results.hash_sources(package)
+    (package / "__init__.py").write_text("changed = True\r\n")
+    assert results._commit().endswith("+changes") and results.hash_sources(package) != before
+    copy = Path(shutil.copytree(package, tmp_path / "elsewhere"))
+    (copy / "__init__.py").write_bytes(b"changed = True\n")
+    assert results.hash_sources(copy) == results.hash_sources(package)  # whatever the line ends
 
 
 def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:

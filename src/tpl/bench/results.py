@@ -6,6 +6,7 @@ Imports no torch: finished runs are listed and compared in a second.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import platform
@@ -177,7 +178,7 @@ def _rate(trained: list[dict[str, Any]]) -> float | None:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions behind a number: device, packages and, in a git checkout, the commit."""
+    """The machine and the versions behind a number: device, packages, the commit and a hash of the sources."""
     import torch
 
     from tpl.engine import current
@@ -186,6 +187,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return {
         "tpl": __version__,
         "commit": _commit(),
+        "sources": hash_sources(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "platform": platform.system(),
         "device": f"{device.type}: {name}",
@@ -202,15 +204,29 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _commit() -> str | None:
-    """The checkout's commit, marked if files differ from it; without a checkout, the value of TPL_COMMIT or None."""
-    here = Path(__file__).parent
+def _commit() -> str:
+    """The checkout's commit, with `+changes` if files of the package differ from it.
+
+    A copy of the sources without their history says `unknown`, or the value of TPL_COMMIT with `+unverified`.
+    """
+    package = Path(__file__).parents[1]
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--", ".")
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie in another checkout
+        head = _git(package, "rev-parse", "HEAD")
+        changed = _git(package, "status", "--porcelain", "--", ".")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TPL_COMMIT")  # a copy of the sources on a machine without their history
+        given = os.environ.get("TPL_COMMIT")
+        return f"{given}+unverified" if given else "unknown"
     return head + ("+changes" if changed else "")
+
+
+def hash_sources(package: Path) -> str:
+    """sha256 over the Python files of a package, by name: the same for a checkout and for a copy of it."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
+        content = file.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def _git(folder: Path, *arguments: str) -> str:

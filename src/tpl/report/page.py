@@ -294,13 +294,13 @@ def _runs(experiment: Experiment) -> Context:
     made = []
     for row, run in zip(rows, experiment.runs, strict=True):
         environment = run.description.get("environment") or {}
-        commit = str(environment.get("commit") or "")[:8] or MISSING
+        commit, plus, mark = str(environment.get("commit") or MISSING).partition("+")
         texts = [
             row["order"],
             row["seed"],
             *(cell(row, c) for c in columns),
             environment.get("device") or MISSING,
-            commit,
+            commit[:8] + plus + mark,
         ]
         made.append({"name": row["name"], "folder": str(run.place), "cells": [str(text) for text in texts]})
     head = ["Order", "Seed", *(column.title for column in columns), "Machine", "Commit"]
