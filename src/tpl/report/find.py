@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpl.bench.metrics import Matrix, accuracy_so_far
-from tpl.bench.paper.judge import Run
+from tpl.bench.paper.evidence import Run
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report.columns import CONTINUAL, JOINT, Row, matching_joint, mean_rows, role, run_row
