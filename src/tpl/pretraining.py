@@ -1,6 +1,6 @@
 """What encoders were pre-trained on, whether that includes a benchmark's data set, and which weights are known.
 
-An encoder that was pre-trained on the classes of a benchmark is contaminated for it: its accuracy says little about
+An encoder that was pre-trained on what a benchmark is made of is contaminated for it: its accuracy says little about
 learning these classes. Such a run must be asked for by name, and carries a mark. Imports no torch.
 """
 
@@ -17,9 +17,9 @@ _PRETRAINED_ON: dict[str, tuple[str, ...]] = {
     DEIT_611: (IMAGENET611,),  # the ImageNet classes left after removing 389 that resemble CIFAR's or Tiny-ImageNet's
     RESNET: (),
 }
-# Data sets whose classes or images are (partly) those of another one.
+# The data sets that another one contains or closely resembles.
 _SHARED: dict[str, frozenset[str]] = {
-    CIFAR100: frozenset({CIFAR100, CIFAR10}),  # CIFAR-10's images were collected together with them
+    CIFAR100: frozenset({CIFAR100, CIFAR10}),  # collected together, with related classes
     IMAGENET: frozenset({IMAGENET, TINY, IMAGENET380}),  # both are subsets of ImageNet
     IMAGENET611: frozenset({IMAGENET}),
 }
@@ -45,7 +45,7 @@ def pretrained_on(encoder: str) -> tuple[str, ...]:
 
 
 def contamination(encoder: str, data_set: str) -> list[str]:
-    """The data sets of an encoder's pre-training that share classes or images with `data_set`."""
+    """The data sets of an encoder's pre-training that contain or closely resemble `data_set`."""
     return [name for name in pretrained_on(encoder) if data_set in _SHARED.get(name, {name})]
 
 

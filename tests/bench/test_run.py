@@ -375,7 +375,7 @@ def test_an_encoder_that_has_seen_the_classes_must_be_accepted(benchmark: str, e
     if not seen:
         spec.check_encoder()
         return
-    with pytest.raises(TplError, match=f"pre-trained on {seen[0]} .*--accept-contaminated-encoder"):
+    with pytest.raises(TplError, match=f"pre-trained on {seen[0]}, .*--accept-contaminated-encoder"):
         spec.check_encoder()
 
 

@@ -277,9 +277,8 @@ def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: i
 
 def _warn_about_contamination(spec: RunSpec, emit: Callback) -> None:
     if shared := spec.contamination():
-        text = (
-            f"{spec.encoder} was pre-trained on {' and '.join(shared)}: it has seen these classes, so do not compare."
-        )
+        what = f"{spec.encoder} was pre-trained on {' and '.join(shared)}"
+        text = f"{what}, which contains or closely resembles these images: do not compare."
         emit(Event("warning", {"text": text}))
 
 

@@ -82,10 +82,10 @@ class RunSpec:
         benchmark = self._benchmark()
         seen = " and ".join(pretrained_on(self.encoder))
         raise TplError(
-            f"'{self.encoder}' was pre-trained on {seen} and has seen the classes of {self.benchmark} "
-            f"({benchmark.source}), so its accuracy would not say how well they are learned. Choose another --encoder, "
-            f"such as {benchmark.encoder}{_where(benchmark.encoder)}, or {RESNET}, which starts from random weights. "
-            "With --accept-contaminated-encoder it is run all the same, and the results say so."
+            f"'{self.encoder}' was pre-trained on {seen}, which contains or closely resembles the data of "
+            f"{self.benchmark} ({benchmark.source}): its accuracy would not say how well that is learned. Choose "
+            f"another --encoder, such as {benchmark.encoder}{_where(benchmark.encoder)}, or {RESNET}, which starts "
+            "from random weights. With --accept-contaminated-encoder it is run all the same, and the results say so."
         )
 
     def contamination(self) -> list[str]:

@@ -204,7 +204,8 @@ def shown_name(row: Row) -> str:
 
 def contaminated_by(data_sets: Sequence[str]) -> str:
     """What the dagger means."""
-    return f"{CONTAMINATED} The encoder was pre-trained on {' and '.join(data_sets)}, which has these classes"
+    seen = " and ".join(data_sets)
+    return f"{CONTAMINATED} The encoder was pre-trained on {seen}, which contains or closely resembles this data set"
 
 
 def contamination_note(rows: Sequence[Row]) -> str | None:
