@@ -62,11 +62,11 @@ SETTINGS = {
 FAMILY = "tpl", "row", "more", "hat"
 SCRATCH = "c100-10t", "c100-20t"
 SCRATCH_ROWS = {  # a run, and what it is called
-    "tpl": "TPL",
+    "tpl": "TPL, changed (`scratch-rotations`)",
     "tpl-mirrored": "the same, `tta=flip`",
     "tpl-upright": "the same, `tta=none`",
     "tpl-rate": "`tta=none lr=0.1`",
-    "tpl-plain": "TPL as MORE and ROW are trained",
+    "tpl-plain": "TPL as the paper describes it (`scratch-plain`)",
     "row": "ROW",
     "more": "MORE",
     "hat": "HAT",
@@ -440,7 +440,7 @@ def study_table() -> list[str]:
             paper = [f"{row['paper'][key]:.1f}" for key in ("auroc", "last", "til")]
             yield [row["detector"], row["kind"], *ours, *paper]
 
-    head = "detector | | AUROC | Last | Last, calibrated | TIL | paper: AUROC | Last | TIL"
+    head = "detector | | AUROC | Last | Last, calibrated | TIL | paper (DeiT-S, 611): AUROC | Last | TIL"
     return table(head, rows(), 2)
 
 
@@ -476,7 +476,7 @@ def baselines_table() -> list[str]:
 
     head = (
         "method | Last | AIA | TIL | behind joint, Last | AIA | network, MB | memory, MB | s a task | rate | "
-        "paper's Last | place, ours / paper's"
+        "paper's Last (DeiT-S, 611) | place, ours / paper's"
     )
     return table(head, rows(), 1)
 
@@ -515,7 +515,7 @@ def scratch_table() -> list[str]:
     def rows() -> Iterator[list[str]]:
         printed = {row.name: f"{row.last:.1f}" for row in find_rows(["resnet18"])}
         for benchmark, (name, title) in product(SCRATCH, SCRATCH_ROWS.items()):
-            paper = printed.get(f"resnet18/{name}/{benchmark}", "–")
+            paper = printed.get(f"resnet18/{name.removesuffix('-plain')}/{benchmark}", "–")
             for run in runs_of(f"{benchmark}-resnet18", name):
                 found, used = run.summary, run.summary.get("capacity")
                 keys = ("last", "aia", "til", "tp") if len(run.description["classes"]) > 1 else ("last",)
@@ -531,7 +531,7 @@ def scratch_table() -> list[str]:
 def parts_table() -> list[str]:
     """TPL's score taken apart, ResNet-18 from scratch."""
     names = [f"{benchmark}-resnet18-{run}-natural" for run, benchmark in product(("tpl", "tpl-plain"), SCRATCH)]
-    head = "variant | TPL, C100-10T | C100-20T | as MORE is trained, C100-10T | C100-20T"
+    head = "variant | changed, C100-10T | C100-20T | as the paper describes it, C100-10T | C100-20T"
     return table(head, score_rows([variants(RUNS / name) for name in names]), 1)
 
 

@@ -79,7 +79,13 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Suite:
             "methods": ["replay", "slda"],
             "benchmarks": ["folder", "c10-5t"],
             "orders": ["natural", "random:1"],
-            "run": {"data": str(data), "device": "cpu", "tasks": 2},
+            "run": {
+                "data": str(data),
+                "device": "cpu",
+                "tasks": 2,
+                "encoder": "compact",
+                "accept_contaminated_encoder": True,
+            },
             "options": {"epochs": 1, "batch_size": 8},
         }
     )

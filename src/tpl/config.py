@@ -81,11 +81,13 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if value.lower() not in ("true", "false"):
             raise TplError(f"{name} must be true or false; got '{value}'.")
         return value.lower() == "true"
-    kind = next(t for t in accepted if t is not types.NoneType)
-    try:
-        return kind(value)
-    except ValueError:
-        raise TplError(f"{name} must be a {kind.__name__}; got '{value}'.") from None
+    kinds = [kind for kind in accepted if kind is not types.NoneType]
+    for kind in kinds:
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    raise TplError(f"{name} must be a {kinds[0].__name__}; got '{value}'.") from None
 
 
 def _convert_number(name: str, value: Any, accepted: tuple[type, ...]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,15 +20,18 @@ import numpy as np
 import pytest
 import torch
 
+from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
-from tpl.bench import metrics
+from tpl.bench import metrics, results
+from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import KINDS, RunResult
 from tpl.bench.run import RunError, execute
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event
 from tpl.nets import create_encoder
+from tpl.report import markdown, summary_rows
 
 TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
 OPTIONS: dict[str, Any] = TRAINING | {"memory": 20}
@@ -348,12 +352,90 @@ def test_what_a_benchmark_sets_depends_on_method_and_encoder() -> None:
     assert "lr" not in RunSpec("c100-10t", "l2p").benchmark_options()  # not meant for its optimiser
 
 
+def test_the_default_encoder_has_not_seen_the_benchmarks_classes() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        spec = RunSpec(name)
+        assert spec.encoder == benchmark.encoder and spec.contamination() == []
+        spec.check_encoder()
+    assert RunSpec("digits-5t").encoder == RunSpec("folder").encoder == "compact"
+    assert RunSpec("c100-10t").encoder == "vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "encoder", "seen"),
+    [
+        ("c100-10t", "compact", ["cifar100"]),
+        ("c10-5t", "compact", ["cifar100"]),
+        ("t-5t", "vit_tiny_patch16_224", ["imagenet"]),
+        ("imagenet380-10t", "deit_small_patch16_224", ["imagenet"]),
+        ("t-5t", "compact", []),
+        ("t-5t", "deit_small_611", []),
+        ("c100-10t", "resnet18:128", []),
+    ],
+)
+def test_an_encoder_that_has_seen_the_classes_must_be_accepted(benchmark: str, encoder: str, seen: list[str]) -> None:
+    spec = RunSpec(benchmark, encoder=encoder)
+    assert spec.contamination() == seen
+    accepted = replace(spec, accept_contaminated_encoder=True)
+    accepted.check_encoder()
+    assert accepted.directory_name() == spec.directory_name()
+    if not seen:
+        spec.check_encoder()
+        return
+    with pytest.raises(TplError, match=f"pre-trained on {seen[0]}, .*--accept-contaminated-encoder"):
+        spec.check_encoder()
+
+
+def test_a_run_with_a_contaminated_encoder_carries_the_mark(tmp_path: Path) -> None:
+    names = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "owl", "pig"]
+    photos(tmp_path / "data" / "train", names, count=3)
+    photos(tmp_path / "data" / "test", names, count=1, seed=1)
+    spec = RunSpec("c10-5t", "slda", "compact", data=tmp_path / "data", tasks=2, device="cpu")
+    with pytest.raises(TplError, match="--accept-contaminated-encoder"):
+        execute(spec, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    events: list[Event] = []
+    spec = replace(spec, accept_contaminated_encoder=True)
+    result = execute(spec, tmp_path / "run", callback=events.append)
+    assert any("pre-trained on cifar100" in event.data.get("text", "") for event in events if event.kind == "warning")
+    assert read(tmp_path / "run" / "run.json")["contamination"] == ["cifar100"]
+    assert result.summary["contamination"] == result.contamination == ["cifar100"]
+    assert "| slda † |" in markdown(summary_rows({"slda": result}))
+    older = RunResult({k: v for k, v in result.description.items() if k != "contamination"}, {}, {})
+    assert older.contamination == ["cifar100"]  # from the declarations: such runs exist
+
+
 def test_a_run_made_before_the_benchmarks_options_were_stored_is_resumed(interrupted: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(interrupted, tmp_path / "run"))
     description = read(place / "run.json")
     del description["benchmark_options"]
     (place / "run.json").write_text(json.dumps(description), encoding="utf-8")
     assert "benchmark_options" not in execute(SPEC, place, resume=True).description
+
+
+def test_a_commit_that_was_only_named_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "copy" / "tpl"
+    (package / "bench").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(results, "__file__", str(package / "bench" / "results.py"))
+    monkeypatch.delenv("TPL_COMMIT", raising=False)
+    assert results._commit() == "unknown"
+    monkeypatch.setenv("TPL_COMMIT", "c0ffee")
+    assert results._commit() == "c0ffee+unverified"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "commit.gpgsign=false"]
+    (tmp_path / "other").write_text("")
+    for command in (["init", "-q"], ["add", "other"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    assert results._commit() == "c0ffee+unverified"  # a checkout of something else around it
+    for command in (["add", "."], ["commit", "-qm", "y"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{40}", results._commit())
+    before = results.hash_sources(package)
+    (package / "__init__.py").write_text("changed = True\r\n")
+    assert results._commit().endswith("+changes") and results.hash_sources(package) != before
+    copy = Path(shutil.copytree(package, tmp_path / "elsewhere"))
+    (copy / "__init__.py").write_bytes(b"changed = True\n")
+    assert results.hash_sources(copy) == results.hash_sources(package)  # whatever the line ends
 
 
 def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:

@@ -50,6 +50,17 @@ def test_the_grid_is_every_method_on_every_benchmark_in_every_order_with_every_s
     assert alone.directory_name() in {s.directory_name() for s in specs}  # `tpl run` would use the same directory
 
 
+def test_a_contaminated_encoder_must_be_accepted() -> None:
+    grid = {"methods": ["slda"], "benchmarks": ["c10-5t"]}
+    with pytest.raises(TplError, match="slda on c10-5t: 'compact' was pre-trained on cifar100"):
+        check_suite(grid | {"run": {"encoder": "compact"}})
+    (spec,) = check_suite(grid | {"run": {"encoder": "compact", "accept_contaminated_encoder": True}}).specs()
+    assert spec.contamination() == ["cifar100"]
+    assert {s.encoder for s in check_suite(SMALL | {"benchmarks": ["digits-5t", "c10-5t"]}).specs()} == {
+        "compact", "vit_tiny_patch16_224",
+    }  # fmt: skip
+
+
 def test_the_more_special_option_wins(tmp_path: Path) -> None:
     file = tmp_path / "suite.toml"
     file.write_text(

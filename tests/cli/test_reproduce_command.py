@@ -41,17 +41,20 @@ def result_of(spec: RunSpec, last: float) -> RunResult:
         "seed": spec.seed,
         "order": spec.order,
         "classes": [names[10 * t : 10 * t + 10] for t in range(10)],
+        "test_images": [100] * 10,
         "validation": None,
         "encoder": {"name": spec.encoder, "sha256": "ab" * 32},
         "data": {"train": f"{turn}" * 64, "test": "f" * 64},
         "precision": "fp32",
         "environment": {"commit": "c0ffee", "device": "cuda: NVIDIA H200"},
     }
-    return RunResult(description, {"last": last, "aia": 0.85, "til": 0.96}, {"cil": np.full((10, 10), last)})
+    matrices = {"cil": np.full((10, 10), last), "til": np.full((10, 10), 0.96)}
+    return RunResult(description, {"last": last, "aia": last, "til": 0.96}, matrices)
 
 
 def write(place: Path, order: str, last: float, **options: Any) -> None:
-    result = result_of(RunSpec("c100-10t", "tpl", ENCODER, order=order, options=options), last)
+    settings = {"calibration": "score"} | options
+    result = result_of(RunSpec("c100-10t", "tpl", ENCODER, order=order, options=settings), last)
     place.mkdir(parents=True)
     (place / "run.json").write_text(json.dumps(result.description))
     result.write(place)
@@ -59,7 +62,7 @@ def write(place: Path, order: str, last: float, **options: Any) -> None:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Three class orders that reach ViT-tiny's row, and one run with other settings."""
+    """Three class orders that reach ViT-tiny's row by the paper's recipe, and one run with other settings."""
     for index, order in enumerate(ORDERS):
         write(tmp_path / "c100-10t" / order.replace(":", "-"), order, 0.77 + 0.01 * index)
     write(tmp_path / "short", "natural", 0.5, epochs=3)
@@ -70,14 +73,54 @@ def test_a_reached_row_is_shown_with_all_that_is_behind_it(results: Path) -> Non
     result = call(ROW, "--from", results)
     assert result.exit_code == 0, result.output
     line = next(line for line in result.stdout.splitlines() if line.startswith(ROW))
-    assert line.split()[1:] == ["Last", "76.79", "78.00", "±", "1.00", "+1.21", "3", "reached"]
+    assert line.split()[1:] == ["Last", "76.79", "78.00", "±", "1.00", "+1.21", "3", "above"]
     text = " ".join(result.stdout.split())
-    for fact in ("TIL 95.36 96.00 ± 0.00 +0.64", "natural (seed 0), random:1 (seed 0), random:2 (seed 0)", "ab" * 32):
+    for fact in ("the paper's recipe", "TIL 95.36 96.00 ± 0.00 +0.64 3 above", "1 reached by the paper's recipe"):
+        assert fact in text
+    for fact in (
+        "unverified: encoders/vit-tiny",
+        f"{'ab' * 32} (unverified)",
+        "(the paper has 5)",
+        "natural (seed 0), random:1 (seed 0), random:2 (seed 0)",
+    ):
         assert fact in text
     for fact in ("epochs=40", "memory=2000", "c0ffee", "NVIDIA H200", "train 111111111111", "0.5 points"):
         assert fact in text
     assert "epochs=3: tpl on c100-10t, Last 50.00" in text  # named, not mixed in
     assert result.stderr == ""
+
+
+def test_a_row_reached_with_another_recipe_says_which(results: Path) -> None:
+    short = {"epochs": 8, "lr": 0.01, "schedule": "cosine", "augment": "flip", "calibration": "shift"}
+    write(results / "ours", "natural", 0.9, **short)
+    for place in (results / "c100-10t").iterdir():
+        (place / "results.json").unlink()
+    result = call(ROW, "--from", results)
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and "with short-cosine" in text and "Recipe short-cosine: 8 to 20 epochs" in text
+    assert "1 reached with another recipe" in text and "by the paper's recipe" not in text
+    assert call(ROW, "--from", results, "--recipe", "paper").exit_code == 1
+    answer = ask(ROW, "--from", results)
+    assert answer["by_row"] == {ROW: {"verdict": "reached", "recipe": "short-cosine", "by_paper": False}}
+    assert answer["recipes"]["paper"]["by_paper"] and answer["verdicts"] == {"reached with another recipe": 1}
+
+
+def test_runs_of_equal_standing_are_ambiguous(results: Path) -> None:
+    for order in ORDERS:
+        write(results / "and" / order.replace(":", "-"), order, 0.99, compose="and")
+    result = call(ROW, "--from", results)
+    assert result.exit_code == 1 and "ambiguous" in result.stdout
+    assert "differ in compose: choose with --set" in " ".join(result.stdout.split())
+    assert call(ROW, "--from", results, "--set", "compose=or").exit_code == 0
+
+
+def test_a_summary_that_lies_stops_the_comparison(results: Path) -> None:
+    file = results / "c100-10t" / "natural" / "results.json"
+    content = json.loads(file.read_text())
+    content["summary"]["last"] += 0.01
+    file.write_text(json.dumps(content))
+    result = call(ROW, "--from", results)
+    assert isinstance(result.exception, TplError) and "its summary says last = 78.0000 %" in str(result.exception)
 
 
 def test_a_missed_row_exits_with_1(results: Path) -> None:
@@ -89,13 +132,13 @@ def test_a_missed_row_exits_with_1(results: Path) -> None:
 def test_a_table_of_rows_says_which_lack_evidence(results: Path) -> None:
     result = call("--from", results, "encoders/*tiny/c100*")
     assert result.exit_code == 1
-    assert result.stdout.count("reached") >= 2 and result.stdout.count("no evidence") >= 6
-    assert "1 reached, 3 no evidence" in " ".join(result.stdout.split())
+    assert result.stdout.count("above") >= 2 and result.stdout.count("no evidence") >= 6
+    assert "1 reached by the paper's recipe, 3 no evidence" in " ".join(result.stdout.split())
 
 
 def test_json_has_everything(results: Path) -> None:
     answer = ask(ROW, "encoders/vit-tiny/c10-5t", "--from", results, code=1)
-    assert answer["tolerance"] == 0.5 and answer["verdicts"] == {"no evidence": 1, "reached": 1}
+    assert answer["tolerance"] == 0.5 and answer["verdicts"] == {"no evidence": 1, "reached by the paper's recipe": 1}
     by_name = {row["row"]: row for row in answer["rows"]}
     row = by_name[ROW]
     assert (row["verdict"], row["class_orders"], row["benchmark"], row["encoder"]) == (
@@ -105,10 +148,13 @@ def test_json_has_everything(results: Path) -> None:
         ENCODER,
     )
     last = row["quantities"][0]
-    assert (last["quantity"], last["paper"], last["verdict"]) == ("last", 76.79, "reached")
+    assert (last["quantity"], last["paper"], last["verdict"], last["reached"]) == ("last", 76.79, "above", True)
+    assert (row["recipe"], row["by_paper"], row["paper_class_orders"]) == ("paper", True, 5)
     assert last["ours"] == pytest.approx(78.0) and last["std"] == pytest.approx(1.0)
     (evidence,) = row["evidence"]
     assert evidence["options"]["epochs"] == 40 and evidence["encoder"]["sha256"] == "ab" * 32
+    assert evidence["weights"] == "unverified" and evidence["contamination"] == []
+    assert [run["percent"]["last"] for run in evidence["runs"]] == [pytest.approx(p) for p in (77.0, 78.0, 79.0)]
     assert [run["order"] for run in evidence["runs"]] == list(ORDERS)
     assert {run["commit"] for run in evidence["runs"]} == {"c0ffee"}
     assert evidence["runs"][1]["data"] == {"train": "1" * 64, "test": "f" * 64}
@@ -118,10 +164,10 @@ def test_json_has_everything(results: Path) -> None:
 
 def test_a_row_this_program_cannot_run_says_why(results: Path, tmp_path: Path) -> None:
     for extra in (["--from", results], ["--out", tmp_path / "runs"]):
-        answer = ask("main/tpl/c10-5t", *extra, code=1)["rows"][0]
-        assert answer["verdict"] == "no evidence" and "no encoder deit_small_611" in answer["reason"]
-    text = " ".join(call("main/tpl/c10-5t", "--from", results).stdout.split())
-    assert "cannot run it (it has no encoder deit_small_611)" in text
+        answer = ask("resnet18/owm/c10-5t", *extra, code=1)["rows"][0]
+        assert answer["verdict"] == "no evidence" and "no owm without pre-training" in answer["reason"]
+    text = " ".join(call("resnet18/owm/c10-5t", "--from", results).stdout.split())
+    assert "cannot run it (it has no owm without pre-training)" in text
 
 
 def test_misprints_are_named(results: Path) -> None:
@@ -134,7 +180,8 @@ def test_the_list_says_what_can_be_run() -> None:
     rows = {row["row"]: row for row in ask("--list")["rows"]}
     assert len(rows) > 500
     assert rows[ROW]["runnable"] and rows[ROW]["paper"] == {"last": 76.79, "til": 95.36}
-    assert rows["main/tpl/c10-5t"]["obstacle"] == "no encoder deit_small_611"
+    assert rows["main/tpl/c10-5t"]["runnable"]
+    assert rows["resnet18/owm/c10-5t"]["obstacle"] == "no owm without pre-training"
     text = call("--list", "encoders/vit-tiny").stdout
     assert ROW in text and "yes" in text and "main/" not in text
 
@@ -173,6 +220,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypat
         ([ROW, "--from", "absent"], "There is no folder absent"),
         ([ROW, "--orders", ","], "Class orders are joined by commas"),
         ([ROW, "--set", "k"], "--set takes NAME=VALUE"),
+        ([ROW, "--recipe", "fast"], "There is no recipe 'fast'; there are paper, scratch-plain"),
         ([ROW, "--set", "nonsense=1"], "There is no option 'nonsense'"),
     ],
 )

@@ -109,6 +109,7 @@ def test_a_grid_is_made_once_and_then_reused(place: Path) -> None:
     assert [run["directory"] for run in answer["runs"]] == [str(place / name) for name in NAMES]
     assert set(answer["runs"][0]) == {
         "method", "benchmark", "order", "seed", "state", "last", "aia", "directory", "reused", "error",
+        "contamination",
     }  # fmt: skip
     assert [(r["method"], r["order"], r["last"], r["reused"]) for r in answer["runs"]] == [
         ("tpl", "natural", 0.90, False),

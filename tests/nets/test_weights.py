@@ -14,6 +14,7 @@ from tpl.files import sha256_of
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import WEIGHTS, create_compact, record
 from tpl.nets.weights import read_weights
+from tpl.pretraining import weights_status
 
 PACKAGED = Path(str(WEIGHTS))
 
@@ -31,6 +32,9 @@ class MakesFolder:
 def test_the_packaged_weights_are_the_recorded_ones() -> None:
     made = record()
     assert sha256_of(PACKAGED) == made["sha256"] == create_encoder().sha256
+    assert weights_status("compact", made["sha256"]) == "known"
+    assert weights_status("compact", "ab" * 32) == weights_status("deit_small_611", made["sha256"]) == "unverified"
+    assert weights_status("resnet18:8", None) == "random"
     assert PACKAGED.stat().st_size == made["bytes"] <= 6e6
 
 

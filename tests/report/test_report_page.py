@@ -19,6 +19,7 @@ from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report import Findings, FoundRun, markdown, rich_table, summary_rows, write_page
 from tpl.report.figures import Line, curves_svg, heatmap_svg, spread_labels
+from tpl.report.tables import results_table, to_latex
 
 VOID = {"meta", "br", "link", "img", "input"}
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
@@ -164,6 +165,11 @@ def test_cautions_and_differences_between_runs(runs: dict[str, RunResult], tmp_p
     assert "held out from the training data" in words
     assert "did not use the same images" in words
     assert "Seeds0, 7" in words
+    assert "\N{DAGGER}" not in words
+    seen = make_run("tpl", 0.9, 0.1, contamination=["cifar100"])
+    words = "".join(Page(read({"tpl": seen}, tmp_path)).text)
+    assert "The encoder was pre-trained on cifar100" in words and "tpl \N{DAGGER}" in words
+    assert "\\textdagger" in to_latex(results_table(summary_rows({"tpl": seen})), "x")
     elsewhere = make_run("hat", 0.9, 0.1, order="random:1", classes=[[c + "!" for c in "ab"]] * 3)
     assert "same class orders" in "".join(Page(read({"tpl": runs["tpl"], "hat": elsewhere}, tmp_path)).text)
 

@@ -58,12 +58,16 @@ LOGIT = {
 }
 
 
+def beta_by_hand(beta: float | str | None, mean: float) -> float:
+    return {None: 1 / mean, "1.3x": 1.3 / mean, "0x": 0.0}.get(beta, beta)  # type: ignore[arg-type, return-value]
+
+
 def by_hand(config: RatioConfig) -> Array:
     z, f, q, qf = Z.numpy(), F.numpy(), QUERY.numpy(), QUERY_F.numpy()
     squared = config.distance == "squared"
     ratio = np.zeros(len(q))
     if config.in_task == "md":
-        beta2 = config.beta2 if config.beta2 is not None else 1 / md_by_hand(z, Y.numpy(), z).mean()
+        beta2 = beta_by_hand(config.beta2, md_by_hand(z, Y.numpy(), z).mean())
         ratio = beta2 * md_by_hand(z, Y.numpy(), q)
     elif config.in_task == "knn":
         ratio = -knn_by_hand(OWN.numpy(), q, config.k, squared)
@@ -75,7 +79,7 @@ def by_hand(config: RatioConfig) -> Array:
     if config.logit_score == "none":
         return ratio
     score = LOGIT[config.logit_score]
-    beta1 = config.beta1 if config.beta1 is not None else 1 / score(f).mean()
+    beta1 = beta_by_hand(config.beta1, score(f).mean())
     logit = beta1 * score(qf)
     if config.in_task == "none":
         return np.asarray(logit)
@@ -105,6 +109,9 @@ def by_hand(config: RatioConfig) -> Array:
         {"k": 1000},
         {"beta1": 0.7, "beta2": 20.0},
         {"beta1": 0.0, "beta2": 0.0},
+        {"beta1": "1.3x", "beta2": "1.3x"},
+        {"beta2": "1.3x", "compose": "and"},
+        {"beta1": "0x"},
         {"beta2": 15.0, "logit_score": "none", "out_of_task": "constant"},
     ],
     ids=str,
@@ -113,6 +120,20 @@ def test_every_choice_is_what_the_formula_says(choices: dict[str, Any]) -> None:
     config = RatioConfig(shrinkage="none", **choices)
     score = LikelihoodRatio(config).fit_features(Z, F, Y).refresh(OWN, OTHERS, OTHERS_Y)
     np.testing.assert_allclose(score.score_features(QUERY, QUERY_F).numpy(), by_hand(config), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", ["x", "1.3", "-1x", "nanx", "infx", "1.3y", -1.0, float("nan")])
+def test_a_scale_is_a_number_or_a_number_of_inverse_means(beta: Any) -> None:
+    with pytest.raises(TplError, match=r"beta2 must be a number of at least 0, a number of inverse means such as 1.3x"):
+        RatioConfig(beta2=beta)
+
+
+def test_scales_as_typed() -> None:
+    config = RatioConfig.parse({"beta1": "1.3x", "beta2": "20"})
+    assert (config.beta1, config.beta2) == ("1.3x", 20.0)
+    assert RatioConfig.parse({"beta1": "none"}).beta1 is None
+    once = fitted(beta1="1x", beta2="1x").score_features(QUERY, QUERY_F)
+    assert torch.equal(once, fitted().score_features(QUERY, QUERY_F))
 
 
 def test_the_choices_make_a_difference() -> None:

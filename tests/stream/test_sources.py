@@ -228,6 +228,15 @@ class TestCifar:
         with pytest.raises(DataError, match=r"cifar100 was not found in .*data.*--download.*--data FOLDER.*train\*"):
             load_source("cifar100", root, False)
 
+    def test_cifar10_in_parts(self, tmp_path: Path) -> None:
+        names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+        for part in ("train-0", "train-1", "test"):
+            as_zip(tmp_path / f"{part}.zip", {f"{n}/{part}.webp": picture(k, "WEBP") for k, n in enumerate(names)})
+        source = load_source("cifar10", tmp_path, False)
+        assert list(source.class_names) == names
+        assert content(source.train, source.class_names) == [(n, k) for k, n in enumerate(names) for _ in range(2)]
+        assert content(source.test, source.class_names) == [(n, k) for k, n in enumerate(names)]
+
     def test_without_a_root_the_download_folder_is_searched(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -368,8 +377,17 @@ def tiny_sorted() -> Files:
     return tiny_train() | {f"val/{w}/val_{k}.JPEG": picture(k, "JPEG") for k, w in enumerate(WNIDS)}
 
 
+def tiny_parts(root: Path) -> Path:
+    """Class folders in two archives of training images, and one of test images."""
+    for part in range(2):
+        as_zip(root / f"train-{part}.zip", {f"{w}/{w}_0.JPEG": picture(k, "JPEG")
+               for k, w in list(enumerate(WNIDS))[part::2]})  # fmt: skip
+    as_zip(root / "test.zip", {f"{w}/val_{k}.JPEG": picture(k, "JPEG") for k, w in enumerate(WNIDS)})
+    return root
+
+
 class TestTinyImageNet:
-    @pytest.mark.parametrize("layout", ["stock", "sorted", "zip", "zip inside", "wrapped"])
+    @pytest.mark.parametrize("layout", ["stock", "sorted", "zip", "zip inside", "wrapped", "parts"])
     def test_layouts(self, tmp_path: Path, layout: str) -> None:
         wrapped = tiny_stock("tiny-imagenet-200/")
         root = {
@@ -377,6 +395,7 @@ class TestTinyImageNet:
             "sorted": lambda: as_folder(tmp_path, tiny_sorted()),
             "zip": lambda: as_zip(tmp_path / "tiny.zip", wrapped),
             "zip inside": lambda: as_zip(tmp_path / "tiny-imagenet-200.zip", wrapped).parent,
+            "parts": lambda: tiny_parts(tmp_path),
             "wrapped": lambda: as_folder(tmp_path, wrapped | {"cifar-10-batches-py/x": b"x"}),
         }[layout]()
         source = load_source("tiny-imagenet", root, False)

@@ -55,7 +55,14 @@ VARIANTS: dict[str, Variant] = {
     "E_t = KNN, E_tc = MD": Variant("terms", {"in_task": "knn", "out_of_task": "md"}),
     "E_t = KNN, E_tc constant": Variant("terms", {"in_task": "knn", "out_of_task": "constant"}),
     **{
-        # The paper's table is in units of 20/d^2, ours of 1/d^2.
+        # The paper's grid, 15 to 25, is 0.78 to 1.3 times the inverse mean of its encoder (384 features: 384 / 20).
+        f"beta1 = {b1:g} and beta2 = {b2:g} inverse means": Variant("beta", {"beta1": f"{b1:g}x", "beta2": f"{b2:g}x"})
+        for b1 in (0.78, 1.0, 1.3)
+        for b2 in (0.78, 1.0, 1.3)
+        if (b1, b2) != (1.0, 1.0)
+    },
+    **{
+        # The numbers of the paper's table, which is in units of 20/d^2; ours of 1/d^2.
         f"beta1 = {b1}, beta2 = {b2}": Variant("beta", {"beta1": b1, "beta2": 20 * b2})
         for b1 in (0.5, 0.7, 0.9)
         for b2 in (15.0, 20.0, 25.0)

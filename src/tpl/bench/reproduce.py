@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpl.bench.paper import Row
-from tpl.bench.paper.judge import JOINT, Run
+from tpl.bench.paper.evidence import Run
+from tpl.bench.paper.judge import JOINT
+from tpl.bench.paper.recipes import Recipe, find_recipe, recipe_for
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
@@ -23,17 +25,18 @@ ORDERS = ("natural", "random:1", "random:2")
 
 @dataclass(frozen=True)
 class RowSettings:
-    """RowSettings of the runs behind rows."""
+    """Settings of the runs behind rows."""
 
     out: Path
     data: Path | None = None
-    weights: Path | None = None  # a file, or a folder that has ENCODER.safetensors
+    weights: Path | None = None  # a file, or a folder that has ENCODER.safetensors or ENCODER.pth
     download: bool = False
     orders: Sequence[str] = ORDERS
     seed: int = 0
     device: str = "auto"
     precision: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict)  # replace the benchmark's and the row's
+    options: Mapping[str, Any] = field(default_factory=dict)  # replace the recipe's and the row's
+    recipe: str | None = None  # None: the first that is for the row, the paper's own if it has one
 
     def weights_of(self, encoder: str) -> Path | None:
         """The weight file of one encoder: `weights` itself, or the encoder's file in that folder."""
@@ -43,7 +46,17 @@ class RowSettings:
             return None
         if self.weights is None or not self.weights.is_dir():
             return self.weights
-        return self.weights / f"{encoder}.safetensors"
+        pickled = self.weights / f"{encoder}.pth"
+        return pickled if pickled.is_file() else self.weights / f"{encoder}.safetensors"
+
+    def recipe_of(self, row: Row, method: str) -> Recipe | None:
+        """The recipe for runs of a method on a row's benchmark; None where the benchmark's own settings are all."""
+        if self.recipe is None:
+            return recipe_for(method, row.encoder, row.benchmark)
+        recipe = find_recipe(self.recipe)
+        if recipe.values(method, row.encoder, row.benchmark) is None:
+            raise TplError(f"The recipe {recipe.name} is not for {method} on {row.benchmark} with {row.encoder}.")
+        return recipe
 
 
 def obstacle(row: Row) -> str | None:
@@ -76,10 +89,13 @@ def plan(row: Row, settings: RowSettings) -> Iterator[list[RunSpec]]:
     for part in row.parts():
         for method in (row.method, JOINT) if forgetting else (row.method,):
             known = {f.name for f in dataclasses.fields(find_method(method).config_class)}
+            recipe = settings.recipe_of(part, method)
+            values = (recipe.values(method, row.encoder, part.benchmark) if recipe else None) or {}
+            needed = {name: some[0] for name, some in values.items() if name in known}
             if method == row.method:
-                needed = {name: v for name, v in part.required().items() if name in known} | dict(settings.options)
+                needed |= {name: v for name, v in part.required().items() if name in known} | dict(settings.options)
             else:  # joint training takes the options it shares with the row's method
-                needed = {name: v for name, v in settings.options.items() if name in known}
+                needed |= {name: v for name, v in settings.options.items() if name in known}
             yield [
                 RunSpec(
                     part.benchmark,
@@ -93,6 +109,7 @@ def plan(row: Row, settings: RowSettings) -> Iterator[list[RunSpec]]:
                     device=settings.device,
                     precision=settings.precision,
                     options=needed,
+                    accept_contaminated_encoder=True,  # the row names this encoder; the verdict says so
                 )
                 for order in settings.orders
             ]

@@ -6,11 +6,13 @@ Imports no torch: finished runs are listed and compared in a second.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +22,12 @@ import numpy as np
 
 from tpl._version import __version__
 from tpl.bench import metrics
+from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.metrics import Matrix, matrix_of
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.migrate import current_options
+from tpl.pretraining import contamination
 from tpl.store import ModelStore
 
 if TYPE_CHECKING:
@@ -50,6 +54,11 @@ class RunResult:
     def sizes(self) -> list[int]:
         """Number of test images per task."""
         return list(self.description["test_images"])
+
+    @property
+    def contamination(self) -> list[str]:
+        """The data sets of the encoder's pre-training that share classes with the benchmark's."""
+        return contamination_of(self.description)
 
     def parts(self) -> dict[str, RunResult]:
         """The accuracies of each part of the method's predictions alone, by the part's name.
@@ -139,6 +148,15 @@ def read_description(out: Path) -> dict[str, Any]:
     return description
 
 
+def contamination_of(description: Mapping[str, Any]) -> list[str]:
+    """What run.json says about contamination; for runs made before that was recorded, what the encoder declares."""
+    known = description.get("contamination")
+    benchmark = BENCHMARKS.get(str(description.get("benchmark")))
+    if known is not None or benchmark is None:
+        return list(known or [])
+    return contamination(str(description["encoder"]["name"]), benchmark.source)
+
+
 def stage_file(out: Path, stage: int) -> Path:
     """The file with the numbers of a stage."""
     return out / "stages" / f"{stage:03d}.json"
@@ -195,6 +213,7 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
+        "contamination": contamination_of(description),
     }
     classes = [stage.get("class_accuracy") for stage in stages]
     # A resumed run may have stages that did not record it, or stages were left out.
@@ -219,7 +238,7 @@ def _rate(trained: list[dict[str, Any]]) -> float | None:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions behind a number: device, packages and, in a git checkout, the commit."""
+    """The machine and the versions behind a number: device, packages, the commit and a hash of the sources."""
     import torch
 
     from tpl.engine import current
@@ -228,6 +247,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return {
         "tpl": __version__,
         "commit": _commit(),
+        "sources": hash_sources(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "platform": platform.system(),
         "device": f"{device.type}: {name}",
@@ -244,15 +264,29 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _commit() -> str | None:
-    """The checkout's commit, marked if files differ from it; without a checkout, the value of TPL_COMMIT or None."""
-    here = Path(__file__).parent
+def _commit() -> str:
+    """The checkout's commit, with `+changes` if files of the package differ from it.
+
+    A copy of the sources without their history says `unknown`, or the value of TPL_COMMIT with `+unverified`.
+    """
+    package = Path(__file__).parents[1]
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--", ".")
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie in another checkout
+        head = _git(package, "rev-parse", "HEAD")
+        changed = _git(package, "status", "--porcelain", "--", ".")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TPL_COMMIT")  # a copy of the sources on a machine without their history
+        given = os.environ.get("TPL_COMMIT")
+        return f"{given}+unverified" if given else "unknown"
     return head + ("+changes" if changed else "")
+
+
+def hash_sources(package: Path) -> str:
+    """sha256 over the Python files of a package, by name: the same for a checkout and for a copy of it."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
+        content = file.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,7 +1,7 @@
 """A run: one method on one benchmark, in a directory that records everything and from which it can be resumed.
 
 run.json        what was run: benchmark, method, options (and which of them the benchmark set), seed, class order,
-                encoder and data hashes, machine
+                encoder and data hashes, machine, whether the encoder's pre-training had the same classes
 events.jsonl    what happened, one event a line
 stages/000.json accuracies after task 0, and so on
 model/          the model directory after the newest task
@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from tpl.bench.benchmarks import find_benchmark
 from tpl.bench.evaluate import Evaluator
 from tpl.bench.results import (
     RunResult,
@@ -37,7 +36,7 @@ from tpl.engine import Callback, Event, RunLabel, current, labelled, no_callback
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.learner import Learner, learn_side_by_side
-from tpl.nets.compact import NAME as COMPACT
+from tpl.pretraining import weights_status
 from tpl.store import ModelStore
 from tpl.stream import Stream, Task, fingerprint
 
@@ -187,7 +186,7 @@ class OpenRun:
 
         self.emit = emit
         emit(Event("run", _plan(spec, self.out, self.stream, self.learner, self.learned)))
-        _warn_about_leaks(spec, emit)
+        _warn_about_contamination(spec, emit)
 
     def _tracked(self, events: Path) -> TrackedRun:
         """What trackers know of this run before it begins."""
@@ -287,9 +286,10 @@ def _plan(spec: RunSpec, out: Path, stream: Stream, learner: Learner, learned: i
     return work | {"environment": environment}
 
 
-def _warn_about_leaks(spec: RunSpec, emit: Callback) -> None:
-    if spec.encoder == COMPACT and find_benchmark(spec.benchmark).source == "cifar100":
-        text = "The compact encoder was pre-trained on CIFAR-100: it has seen these classes, so do not compare."
+def _warn_about_contamination(spec: RunSpec, emit: Callback) -> None:
+    if shared := spec.contamination():
+        what = f"{spec.encoder} was pre-trained on {' and '.join(shared)}"
+        text = f"{what}, which contains or closely resembles these images: do not compare."
         emit(Event("warning", {"text": text}))
 
 
@@ -328,12 +328,16 @@ def _write_description(spec: RunSpec, out: Path, stream: Stream, learner: Learne
         "validation": spec.validation,
         "held_out": spec.held_out,
         "encoder": {"name": encoder.name, "sha256": encoder.sha256},
+        "encoder_weights": weights_status(encoder.name, encoder.sha256),  # known by their hash, or unverified
+        "contamination": spec.contamination(),  # data sets of its pre-training that share these classes
         "data": data_hashes(stream),
         "precision": "bf16" if learner.method.compute.bf16 else "fp32",
     }
     file = out / "run.json"
     if file.exists():
         before = {"held_out": 0.0} | read_description(out)  # earlier versions held nothing out
+        for key in ("contamination", "encoder_weights"):  # and did not record these
+            before.setdefault(key, what[key])
         before["benchmark_options"] = what["benchmark_options"]  # not in older files; `options` says what was run
         differing = [k for k in what if before.get(k) != json.loads(json.dumps(what[k]))]
         if differing:

@@ -15,10 +15,10 @@ from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method
 from tpl.nets import check_encoder_name, is_resnet
-from tpl.nets.compact import NAME as COMPACT
+from tpl.pretraining import DEIT_611, RESNET, contamination, pretrained_on
 from tpl.stream import Stream
 
-ELSEWHERE = ("data", "download", "weights", "compile")  # settings that change no number
+ELSEWHERE = ("data", "download", "weights", "compile", "accept_contaminated_encoder")  # settings that change no number
 SMALL = "small"  # instead of a memory size: that of the paper's small-buffer experiments
 
 
@@ -28,7 +28,7 @@ class RunSpec:
 
     benchmark: str
     method: str = "tpl"
-    encoder: str = COMPACT
+    encoder: str = ""  # empty: the benchmark's own
     weights: Path | None = None
     data: Path | None = None
     download: bool = False
@@ -42,6 +42,11 @@ class RunSpec:
     precision: str = "auto"
     compile: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
+    accept_contaminated_encoder: bool = False  # run an encoder that was pre-trained on the benchmark's classes
+
+    def __post_init__(self) -> None:
+        if not self.encoder:
+            object.__setattr__(self, "encoder", self._benchmark().encoder)
 
     def all_options(self) -> dict[str, Any]:
         """Every option of the method: its own defaults, replaced by the benchmark's, replaced by those given."""
@@ -78,8 +83,26 @@ class RunSpec:
         if not 0 <= self.held_out < 1:
             raise TplError(f"held_out takes a share of at least 0 and below 1; got {self.held_out:g}.")
         self.all_options()
-        check_encoder_name(self.encoder)
+        self.check_encoder()
         choose_compute(self.device, self.precision, self.compile)
+
+    def check_encoder(self) -> None:
+        """Refuse an unknown encoder; one pre-trained on this benchmark's classes needs to be accepted."""
+        check_encoder_name(self.encoder)
+        if not self.contamination() or self.accept_contaminated_encoder:
+            return
+        benchmark = self._benchmark()
+        seen = " and ".join(pretrained_on(self.encoder))
+        raise TplError(
+            f"'{self.encoder}' was pre-trained on {seen}, which contains or closely resembles the data of "
+            f"{self.benchmark} ({benchmark.source}): its accuracy would not say how well that is learned. Choose "
+            f"another --encoder, such as {benchmark.encoder}{_where(benchmark.encoder)}, or {RESNET}, which starts "
+            "from random weights. With --accept-contaminated-encoder it is run all the same, and the results say so."
+        )
+
+    def contamination(self) -> list[str]:
+        """The data sets of the encoder's pre-training that share classes with this benchmark's data set."""
+        return contamination(self.encoder, self._benchmark().source)
 
     def stream(self) -> Stream:
         """The benchmark's tasks, in this run's class order."""
@@ -118,6 +141,10 @@ class RunSpec:
 
     def _benchmark(self) -> Benchmark:
         return find_benchmark(self.benchmark)
+
+
+def _where(encoder: str) -> str:
+    return " (with --weights FILE, MORE's public checkpoint)" if encoder == DEIT_611 else ""
 
 
 def _as_typed(value: Any) -> str:

@@ -49,6 +49,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     "device": (str,),
     "precision": (str,),
     "compile": (str,),
+    "accept_contaminated_encoder": (bool,),
 }
 ONE_FOR_ALL = ("device",)  # workers are started for it
 PATHS = ("data", "weights")
@@ -178,6 +179,7 @@ def check_suite(content: Table) -> Suite:
     for spec in suite.specs():
         try:
             spec.all_options()
+            spec.check_encoder()
         except TplError as error:
             raise TplError(f"{spec.method} on {spec.benchmark}: {error}") from error
     return suite

@@ -86,6 +86,7 @@ class RunState(Pace):
             "state": self.state,
             "last": summary.get("last"),
             "aia": summary.get("aia"),
+            "contamination": self.result.contamination if self.result else None,
             "directory": str(self.directory),
             "reused": self.reused,
             "error": self.error,

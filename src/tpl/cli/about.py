@@ -30,7 +30,7 @@ def list_(as_json: AsJson = False) -> None:
 
     sections = {
         "methods": {name: m.summary for name, m in sorted(load_methods().items())},
-        "benchmarks": {name: b.summary for name, b in BENCHMARKS.items()},
+        "benchmarks": {name: f"{b.summary}; encoder {b.encoder}" for name, b in BENCHMARKS.items()},
         "encoders": ENCODERS,
         "scores": {name: s.summary for name, s in SCORES.items()},
         "techniques": {name: t.summary for name, t in TECHNIQUES.items()},

@@ -14,6 +14,7 @@ from tpl.cli.app import EXPERIMENTS, app, err, out, print_json
 from tpl.cli.options import (
     OUTPUT,
     TRAINING,
+    AcceptContaminated,
     AsJson,
     Benchmark,
     Compile,
@@ -94,7 +95,7 @@ def run(
             "done once."
         ),
     ] = "tpl",
-    encoder: Encoder = "compact",
+    encoder: Encoder = None,
     data: Data = None,
     download: Download = False,
     order: Orders = "natural",
@@ -134,6 +135,7 @@ def run(
     ] = None,
     track: Track = None,
     weights: Weights = None,
+    accept_contaminated_encoder: AcceptContaminated = False,
     device: Device = "auto",
     precision: Precision = "auto",
     compile: Compile = "auto",
@@ -176,7 +178,7 @@ def run(
         RunSpec(
             benchmark,
             name,
-            encoder,
+            encoder or "",
             weights,
             data,
             download,
@@ -190,6 +192,7 @@ def run(
             precision=precision,
             compile=compile,
             options=overrides(epochs, lr, memory, set_, protect=protect),
+            accept_contaminated_encoder=accept_contaminated_encoder,
         )
         for name, each in pairs
     ]

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
-from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, EncoderOrNone, Folder, Strict, Weights, separate
+from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Encoder, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
     MEMORY,
     OPTIONS,
@@ -59,7 +59,7 @@ def learn(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be learned, how long and how large; store nothing.")
     ] = False,
-    encoder: EncoderOrNone = None,
+    encoder: Encoder = None,
     data: Annotated[
         str | None,
         typer.Option(

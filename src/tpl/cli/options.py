@@ -18,12 +18,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, made by `tpl learn`.")]
 Benchmark = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A benchmark; `tpl list` shows all.")]
 FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run of tpl or tpl-plus.")]
-_ENCODER = typer.Option(
-    help="compact (default, in the package), any ViT or DeiT of timm, or resnet18 (trained from scratch).",
-    show_default=False,
-)
-Encoder = Annotated[str, _ENCODER]
-EncoderOrNone = Annotated[str | None, _ENCODER]
+Encoder = Annotated[
+    str | None,
+    typer.Option(
+        help="compact (in the package), any ViT or DeiT of timm, deit_small_611 (with --weights), or resnet18 (trained "
+        "from scratch). By default compact; for benchmarks whose classes it has seen, another one: `tpl list`.",
+        show_default=False,
+    ),
+]
+AcceptContaminated = Annotated[
+    bool,
+    typer.Option(
+        "--accept-contaminated-encoder",
+        help="Run an encoder that was pre-trained on the benchmark's classes; the results carry a mark.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 
 # Data
 Folder = Annotated[

@@ -34,10 +34,11 @@ from tpl.errors import TplError
 
 if TYPE_CHECKING:
     from tpl.bench.paper import Row
-    from tpl.bench.paper.judge import Finding, Judgement, RunGroup
+    from tpl.bench.paper.evidence import RunGroup
+    from tpl.bench.paper.judge import Finding, Judgement, Question
     from tpl.bench.reproduce import RowSettings
 
-COLOURS = {"reached": "green", "missed": "red", "no evidence": "yellow", "shown": "default"}
+COLOURS = {True: "green", False: "red", None: "yellow"}
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
@@ -53,8 +54,16 @@ def reproduce(
         Path | None, typer.Option("--from", metavar="DIR", help="Compare the finished runs in DIR; run nothing.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="How many points below the paper's number still count as reached.")
+        float, typer.Option(min=0, help="How many points from the paper's number count as equal.")
     ] = 0.5,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run, or compare, one recipe of docs/reproduce.md. By default the paper's is run, where it has one; "
+            "with --from, each recipe that has runs is compared.",
+        ),
+    ] = None,
     data: Data = None,
     download: Download = False,
     orders: Annotated[
@@ -77,7 +86,9 @@ def reproduce(
     ] = Path("runs/reproduce"),
     weights: Annotated[
         Path | None,
-        typer.Option(help="Encoder weights: a file, or a folder with ENCODER.safetensors.", rich_help_panel=ADVANCED),
+        typer.Option(
+            help="Encoder weights: a file, or a folder with ENCODER.safetensors or .pth.", rich_help_panel=ADVANCED
+        ),
     ] = None,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -85,9 +96,10 @@ def reproduce(
 ) -> None:
     """Compare with rows of the paper's tables: run what they need, or read finished runs.
 
-    A row is a table, a line of it and a benchmark. Exit code 1 unless every row is reached. With --from, options such
-    as --epochs choose among the runs found. Comparing finished runs takes a second; making them takes as long as
-    `tpl run` does, once per class order.
+    A row is a table, a line of it and a benchmark. A quantity is equal to the paper's, above or below it; a row is
+    reached if all are equal or better, by the paper's recipe or with another one, which is named. Exit code 1 unless
+    every row is reached. With --from, options such as --epochs choose among the runs found. Comparing finished runs
+    takes a second; making them takes as long as `tpl run` does, once per class order.
 
     Examples:
 
@@ -95,9 +107,13 @@ def reproduce(
 
     `tpl reproduce --from results 'encoders/*tiny/c100*'`
 
+    `tpl reproduce --from results resnet18/tpl --recipe scratch-plain`
+
     `tpl reproduce encoders/vit-tiny/c100-10t --data cifar100/`
     """
     from tpl.bench.paper import find_rows
+    from tpl.bench.paper.judge import REACHED, SHOWN, Question, overall
+    from tpl.bench.paper.recipes import find_recipe
 
     if not rows and not listing:
         raise TplError("Name a row of the paper, such as encoders/vit-tiny/c100-10t; `tpl reproduce --list` shows all.")
@@ -105,37 +121,45 @@ def reproduce(
     if listing:
         _print_list(found, as_json)
         return
+    if recipe is not None:
+        find_recipe(recipe)
     options = overrides(epochs, lr, memory, set_)
     names = None if orders is None else class_orders(orders, to_run=evidence is None)
     if evidence is not None:
-        judgements = _judge_folder(found, evidence, options, names, tolerance)
+        question = Question(tolerance, options, names, recipe, undeclared=bool(options))
+        judgements = _judge_folder(found, evidence, question)
     else:
         from tpl.bench.reproduce import ORDERS, RowSettings
 
-        settings = RowSettings(directory, data, weights, download, names or ORDERS, seed, device, precision, options)
-        judgements = _judge_new_runs(found, settings, tolerance, as_json)
+        settings = RowSettings(
+            directory, data, weights, download, names or ORDERS, seed, device, precision, options, recipe
+        )
+        question = Question(tolerance, options, recipe=recipe, undeclared=True)
+        judgements = _judge_new_runs(found, settings, question, as_json)
     _print_verdicts(judgements, tolerance, as_json)
-    if any(judgement.verdict in ("missed", "no evidence") for judgement in judgements):
+    if any(overall(each).verdict not in (REACHED, SHOWN) for each in judgements):
         raise typer.Exit(1)
 
 
-def _judge_folder(
-    rows: Sequence[Row], folder: Path, options: dict[str, Any], orders: Sequence[str] | None, tolerance: float
-) -> list[Judgement]:
-    from tpl.bench.paper.judge import judge, read_runs
+def _judge_folder(rows: Sequence[Row], folder: Path, question: Question) -> list[list[Judgement]]:
+    """The judgements of each row, one for every recipe that has runs."""
+    from tpl.bench.paper.evidence import read_runs
+    from tpl.bench.paper.judge import judge
     from tpl.bench.reproduce import obstacle
 
     runs = read_runs(folder)
-    judgements = [judge(row, runs, tolerance, options, orders) for row in rows]
-    for index, judgement in enumerate(judgements):
-        if judgement.reason and not judgement.used and (problem := obstacle(judgement.row)):
-            judgements[index] = replace(
-                judgement, reason=f"{judgement.reason}; this program cannot run it (it has {problem})"
-            )
+    judgements = [judge(row, runs, question) for row in rows]
+    for index, (first, *others) in enumerate(judgements):
+        if first.reason and not first.used and (problem := obstacle(first.row)):
+            reason = f"{first.reason}; this program cannot run it (it has {problem})"
+            judgements[index] = [replace(first, reason=reason), *others]
     return judgements
 
 
-def _judge_new_runs(rows: Sequence[Row], settings: RowSettings, tolerance: float, as_json: bool) -> list[Judgement]:
+def _judge_new_runs(
+    rows: Sequence[Row], settings: RowSettings, question: Question, as_json: bool
+) -> list[list[Judgement]]:
+    """Make the runs that rows need and judge them."""
     from tpl.bench.paper.judge import judge
     from tpl.bench.reproduce import obstacle, run_rows
     from tpl.console import run_progress
@@ -148,11 +172,12 @@ def _judge_new_runs(rows: Sequence[Row], settings: RowSettings, tolerance: float
         where = escape(str(settings.out))
         err.print(f"Interrupted. Finished tasks are stored in {where}; continue with the same command.", soft_wrap=True)
         raise typer.Exit(130) from None
-    judgements = [judge(row, runs, tolerance, settings.options) for row in rows]
-    return [
-        replace(j, reason=f"this program cannot run it (it has {problem})") if (problem := obstacles[j.row.name]) else j
-        for j in judgements
-    ]
+    judgements = [judge(row, runs, question) for row in rows]
+    for index, row in enumerate(rows):
+        if problem := obstacles[row.name]:
+            reason = f"this program cannot run it (it has {problem})"
+            judgements[index] = [replace(judgements[index][0], reason=reason)]
+    return judgements
 
 
 def _print_list(rows: Sequence[Row], as_json: bool) -> None:
@@ -189,22 +214,51 @@ def _print_list(rows: Sequence[Row], as_json: bool) -> None:
     out.print(table)
 
 
-def _print_verdicts(judgements: Sequence[Judgement], tolerance: float, as_json: bool) -> None:
+def _print_verdicts(judgements: Sequence[Sequence[Judgement]], tolerance: float, as_json: bool) -> None:
     """Print the paper's numbers and ours, remarks on the rows, and the runs behind the numbers."""
-    count = Counter(judgement.verdict for judgement in judgements)
+    from tpl.bench.paper.judge import overall
+    from tpl.bench.paper.recipes import load_recipes, paper_orders
+
+    counted = [overall(each) for each in judgements]
+    count = Counter(_counted_as(judgement) for judgement in counted)
+    every = [judgement for each in judgements for judgement in each]
     if as_json:
-        rows = [judgement.to_dict() for judgement in judgements]
-        print_json({"tolerance": tolerance, "verdicts": dict(count), "rows": rows})
+        recipes = {name: {"summary": r.summary, "by_paper": r.by_paper} for name, r in load_recipes().items()}
+        content = {"tolerance": tolerance, "paper_class_orders": paper_orders(), "recipes": recipes}
+        by_row = {j.row.name: {"verdict": j.verdict, "recipe": j.recipe, "by_paper": j.by_paper} for j in counted}
+        print_json(content | {"verdicts": dict(count), "by_row": by_row, "rows": [j.to_dict() for j in every]})
         return
-    out.print(_table(judgements))
-    for judgement in judgements:
-        for mark, text in (("no evidence", judgement.reason), ("misprint", judgement.row.misprint)):
-            if text:
-                out.print(f"[yellow]{mark}:[/] {judgement.row.name}: {escape(text)}", highlight=False)
-    _print_evidence(judgements)
+    out.print(_table(every))
+    for judgement in every:
+        _print_remarks(judgement)
+    _print_evidence(every)
+    for name in dict.fromkeys(str(j.recipe) for j in every if j.recipe in load_recipes()):
+        out.print(f"Recipe [bold]{name}[/]: {escape(load_recipes()[name].summary)}.", highlight=False)
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in count.items())
-    meaning = f"Reached: at most {tolerance:g} points worse than the paper; n: class orders; ±: deviation over them."
+    meaning = (
+        f"Equal: at most {tolerance:g} points from the paper; reached: equal or better; n: class orders (the paper has "
+        f"{paper_orders()}); ±: deviation over them."
+    )
     out.print(f"Rows: [bold]{verdicts}[/]. {meaning}", highlight=False)
+
+
+def _counted_as(judgement: Judgement) -> str:
+    """How a row is counted; rows reached by the paper's recipe and with another one are different things."""
+    if judgement.verdict != "reached":
+        return judgement.verdict
+    return "reached by the paper's recipe" if judgement.by_paper else "reached with another recipe"
+
+
+def _print_remarks(judgement: Judgement) -> None:
+    verdict = judgement.verdict if judgement.verdict == "ambiguous" else "no evidence"
+    remarks = {verdict: judgement.reason, "misprint": judgement.row.misprint}
+    if not judgement.verified:
+        remarks["unverified"] = "no hash of these encoder weights is known; that they are the paper's rests on the name"
+    if seen := [name for group in judgement.used[:1] for name in group.runs[0].result.contamination]:
+        remarks["contaminated"] = f"the encoder was pre-trained on {' and '.join(seen)}, as the paper's row was"
+    for mark, text in remarks.items():
+        if text:
+            out.print(f"[yellow]{mark}:[/] {judgement.row.name}: {escape(text)}", highlight=False)
 
 
 def _table(judgements: Sequence[Judgement]) -> Table:
@@ -219,15 +273,34 @@ def _table(judgements: Sequence[Judgement]) -> Table:
     for judgement in judgements:
         for index, finding in enumerate(judgement.findings):
             table.add_row(
-                judgement.row.name if index == 0 else "",
+                _name(judgement) if index == 0 else "",
                 QUANTITIES[finding.quantity].title,
                 _paper(finding),
                 "–" if finding.ours is None else f"{finding.ours:.2f}{_spread(finding.std)}",
                 "–" if finding.difference is None else f"{finding.difference:+.2f}",
                 str(judgement.orders),
-                f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]",
+                f"[{COLOURS[finding.reached]}]{_word(finding)}[/]",
             )
     return table
+
+
+def _name(judgement: Judgement) -> str:
+    """The row, and below it the recipe of its evidence."""
+    if judgement.recipe is None or not judgement.used:
+        return judgement.row.name
+    return f"{judgement.row.name}\n  [dim]{_by(judgement)}[/]"
+
+
+def _by(judgement: Judgement) -> str:
+    """The recipe of a judgement, in words."""
+    if judgement.recipe not in (None, "undeclared"):
+        return "the paper's recipe" if judgement.by_paper else f"with {judgement.recipe}"
+    return "with the settings of no recipe"
+
+
+def _word(finding: Finding) -> str:
+    """The verdict on a quantity; a miss is called one."""
+    return f"{finding.verdict}, missed" if finding.reached is False else finding.verdict
 
 
 def _paper(finding: Finding) -> str:
@@ -243,14 +316,14 @@ def _print_evidence(judgements: Sequence[Judgement]) -> None:
     """Print each group of runs behind the numbers once, with the rows it is used for."""
     rows: dict[str, list[str]] = {}
     used: dict[str, RunGroup] = {}
-    unused: dict[str, tuple[RunGroup, RunGroup]] = {}
+    unused: dict[str, tuple[RunGroup, RunGroup | None]] = {}
     for judgement in judgements:
         for group in judgement.used:
             key = group.runs[0].settings()
             used[key] = group
-            rows.setdefault(key, []).append(judgement.row.name)
+            rows.setdefault(key, []).append(f"{judgement.row.name}, {_by(judgement)}")
         for group in judgement.unused:
-            judged = next(g for g in judgement.used if _subject(g) == _subject(group))
+            judged = next((g for g in judgement.used if _subject(g) == _subject(group)), None)
             unused[group.runs[0].settings()] = (group, judged)
     for key, group in used.items():
         out.print(f"\n[bold]{', '.join(dict.fromkeys(rows[key]))}[/]", highlight=False)
@@ -265,14 +338,14 @@ def _print_evidence(judgements: Sequence[Judgement]) -> None:
 
 
 def _facts(group: RunGroup) -> Table:
-    """RowSettings, class orders, seeds, hashes, commit and device of a group of runs."""
+    """Options, class orders, seeds, hashes, commit and device of a group of runs."""
     shared, runs = group.description, [run.description for run in group.runs]
     environments = [run.get("environment", {}) for run in runs]
     lines = {
         "runs": _numbers(group),
         "options": " ".join(f"{name}={value}" for name, value in _settings(group).items()),
         "orders": _each(f"{run['order']} (seed {run['seed']})" for run in runs),
-        "encoder": f"{shared['encoder']['name']} {shared['encoder'].get('sha256')}",
+        "encoder": f"{shared['encoder']['name']} {shared['encoder'].get('sha256')} ({group.weights})",
         "data": _each(" ".join(f"{part} {str(value)[:12]}" for part, value in run["data"].items()) for run in runs),
         "commit": _each(str(environment.get("commit")) for environment in environments),
         "device": _each(str(environment.get("device")) for environment in environments),
@@ -284,12 +357,17 @@ def _facts(group: RunGroup) -> Table:
     return table
 
 
-def _other(group: RunGroup, judged: RunGroup) -> str:
-    """How a group's settings differ from those of the judged group, and its results."""
-    mine, theirs = _settings(group), _settings(judged)
-    names = [*mine, *(name for name in theirs if name not in mine)]
-    apart = " ".join(f"{name}={mine.get(name)}" for name in names if mine.get(name) != theirs.get(name))
-    if group.description["encoder"] != judged.description["encoder"]:
+_TELLING = ("epochs", "lr", "schedule", "augment", "others", "rotation_classes", "tta", "compose", "calibration")
+
+
+def _other(group: RunGroup, judged: RunGroup | None) -> str:
+    """A group's results, and how its settings differ from those of the judged group; without one, the main settings."""
+    from tpl.bench.paper.recipes import differing
+
+    mine, theirs = _settings(group), _settings(judged) if judged else {}
+    names = differing([mine, theirs]) if judged else [name for name in _TELLING if name in mine]
+    apart = " ".join(f"{name}={mine.get(name)}" for name in names)
+    if judged and group.description["encoder"] != judged.description["encoder"]:
         apart += f" encoder sha256 {group.description['encoder'].get('sha256')}"
     places = _each(str(run.place) for run in group.runs)
     return f"{apart.strip()}: {_numbers(group)}; {_each(group.orders())}; {places}"

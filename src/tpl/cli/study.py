@@ -12,6 +12,7 @@ from rich.table import Table
 from tpl.cli.app import EXPERIMENTS, app, err, out, print_json
 from tpl.cli.options import (
     OUTPUT,
+    AcceptContaminated,
     AsJson,
     Benchmark,
     Data,
@@ -39,7 +40,7 @@ def ood_study(
     detectors: Annotated[
         str | None, typer.Option(help="Some of the twenty detectors, separated by commas; by default all.")
     ] = None,
-    encoder: Encoder = "compact",
+    encoder: Encoder = None,
     data: Data = None,
     download: Download = False,
     order: Orders = "natural",
@@ -58,6 +59,7 @@ def ood_study(
         ),
     ] = None,
     weights: Weights = None,
+    accept_contaminated_encoder: AcceptContaminated = False,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
@@ -90,7 +92,7 @@ def ood_study(
     spec = RunSpec(
         benchmark,
         "hat",
-        encoder,
+        encoder or "",
         weights,
         data,
         download,
@@ -99,6 +101,7 @@ def ood_study(
         device=device,
         precision=precision,
         options=overrides(epochs, lr, memory, set_),
+        accept_contaminated_encoder=accept_contaminated_encoder,
     )
     try:
         with run_progress(err, as_json) as progress:

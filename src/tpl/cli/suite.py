@@ -21,11 +21,12 @@ from tpl.cli.options import (
     ADVANCED,
     DATA,
     OUTPUT,
+    AcceptContaminated,
     Address,
     AsJson,
     CompileOrNone,
     Data,
-    EncoderOrNone,
+    Encoder,
     Epochs,
     HeldOut,
     Memory,
@@ -70,7 +71,7 @@ def suite(
     benchmarks: Annotated[str | None, typer.Option(help="Benchmarks, separated by commas; see `tpl list`.")] = None,
     orders: Annotated[str | None, typer.Option(help="Class orders, separated by commas: natural,random:1.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Random seeds, separated by commas: 0,1,2.")] = None,
-    encoder: EncoderOrNone = None,
+    encoder: Encoder = None,
     data: Data = None,
     download: Annotated[
         bool | None,
@@ -117,6 +118,7 @@ def suite(
         ),
     ] = None,
     weights: Weights = None,
+    accept_contaminated_encoder: AcceptContaminated = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -169,6 +171,7 @@ def suite(
         "device": device,
         "precision": precision,
         "compile": compile,
+        "accept_contaminated_encoder": accept_contaminated_encoder or None,
     }
     content = _merged(file, grid, settings, overrides(epochs, lr, memory, set_))
     place = directory or Path("runs") / (Path(file).stem if file else "suite")

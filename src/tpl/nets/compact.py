@@ -17,7 +17,9 @@ from timm.layers import HybridEmbed
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
-NAME = "compact"
+from tpl.pretraining import COMPACT
+
+NAME = COMPACT
 WEIGHTS = files(__package__) / "pretrained" / "compact.safetensors"
 RECORD = files(__package__) / "pretrained" / "compact.json"
 

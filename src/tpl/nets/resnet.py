@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.nets.base import Encoder, Trainable, Weights
 from tpl.nets.compact import DATA_CONFIG
+from tpl.pretraining import RESNET
 
-NAME = "resnet18"
+NAME = RESNET
 WIDTH = 64
 EPSILON = 1e-5
 ALIGNED = 8  # channels that a GPU's matrix units take at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from importlib.resources import as_file
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tpl.files import sha256_of
 from tpl.nets import compact, resnet
 from tpl.nets.base import Encoder
 from tpl.nets.vit import ViTEncoder, hash_tensors
+from tpl.pretraining import DEIT_611
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
@@ -29,8 +31,12 @@ ENCODERS: dict[str, str] = {
     "deit_small_patch16_224": "DeiT-S/16, ImageNet-1k, supervised (the paper's TPL_PFI rows)",
     "vit_small_patch16_224.dino": "ViT-S/16, ImageNet-1k, self-supervised DINO",
     "vit_base_patch16_224.mae": "ViT-B/16, ImageNet-1k, self-supervised MAE",
+    DEIT_611: "DeiT-S/16, 611 ImageNet classes (the paper's main table); needs --weights FILE: MORE's checkpoint",
     resnet.NAME: "ResNet-18 for 32 px, trained from scratch under masks; resnet18:128 is twice as wide",
 }
+
+
+_ARCHITECTURES = {DEIT_611: "deit_small_patch16_224"}  # names that are not timm's, over a network that is
 
 
 class EncoderError(TplError):
@@ -58,6 +64,11 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
         model = _create(name, pretrained=False)
         path = Path(weights)
         return _from_file(name, model, resolve_data_config(model=model), path, remembered=path)
+    if name in _ARCHITECTURES:
+        raise EncoderError(
+            f"'{name}' cannot be downloaded by this program: get the checkpoint that the public code of MORE links to "
+            "(best_checkpoint.pth, a DeiT-S/16 with 611 classes) and pass it with --weights FILE."
+        )
     try:
         model = _create(name, pretrained=True)
     except EncoderError:
@@ -66,7 +77,8 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
         raise EncoderError(
             f"The weights of '{name}' could not be downloaded ({type(error).__name__}). Two ways out: "
             f"connect to the network once so that timm can fetch them, or pass a local file with "
-            f"--weights FILE. Without either, --encoder {compact.NAME} needs no download."
+            f"--weights FILE. Without either: --encoder {compact.NAME} needs no download (for data other than CIFAR, "
+            f"on which it was pre-trained), and --encoder {resnet.NAME} trains from scratch."
         ) from error
     digest = hash_tensors(model.state_dict())
     return ViTEncoder(model, name, digest, resolve_data_config(model=model), weights=None)
@@ -74,7 +86,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
 
 def check_encoder_name(name: str) -> None:
     """Refuse a name that is no network's, here or in timm."""
-    if name == compact.NAME or resnet.is_resnet(name) or timm.is_model(name.split(".")[0]):
+    if name in ENCODERS or resnet.is_resnet(name) or timm.is_model(name.split(".")[0]):
         return
     near = timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5]
     also = f" In timm: {', '.join(near)}, ..." if near else ""
@@ -83,7 +95,7 @@ def check_encoder_name(name: str) -> None:
 
 def _create(name: str, pretrained: bool) -> VisionTransformer:
     check_encoder_name(name)
-    model = timm.create_model(name, pretrained=pretrained, num_classes=0)
+    model = timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0)
     if not isinstance(model, VisionTransformer):
         raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")
     return model
@@ -116,7 +128,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             state: Any = load_file(file)
         else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            # Training programs store their options beside the weights: attributes only, nothing is executed.
+            with torch.serialization.safe_globals([Namespace]):
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
         raise EncoderError(f"{file} cannot be read as weights: {error}") from error
     except Exception as error:  # torch's UnpicklingError: the file has more than tensors

@@ -186,6 +186,7 @@ def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult],
         "method": runs[0].description.get("method"),
         "role": role(runs[0]),
         "runs": len(runs),
+        "contamination": sorted({name for run in runs for name in run.contamination}),
         "bound": " or ".join(sorted({bound_name(bound.description) for bound in against if bound})) or None,
     }
     for column in COLUMNS:
@@ -195,6 +196,28 @@ def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult],
         spread = complete and len(runs) > 1 and column.group != COST
         row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
     return row
+
+
+CONTAMINATED = "\N{DAGGER}"
+
+
+def shown_name(row: Row) -> str:
+    """The row's name; with a dagger if its encoder was pre-trained on the benchmark's classes."""
+    return f"{row['name']} {CONTAMINATED}" if row.get("contamination") else str(row["name"])
+
+
+def contaminated_by(data_sets: Sequence[str]) -> str:
+    """What the dagger means."""
+    seen = " and ".join(data_sets)
+    return f"{CONTAMINATED} The encoder was pre-trained on {seen}, which contains or closely resembles this data set"
+
+
+def contamination_note(rows: Sequence[Row]) -> str | None:
+    """The sentence that explains the dagger; None if no row has one."""
+    seen = sorted({name for row in rows for name in row.get("contamination") or []})
+    if not seen:
+        return None
+    return contaminated_by(seen) + "."
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tpl.bench.bounds import is_bound
 from tpl.bench.metrics import Matrix, accuracy_so_far
-from tpl.bench.paper.judge import Run
+from tpl.bench.paper.evidence import Run
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report.columns import CONTINUAL, Row, mean_rows, role, run_row

@@ -27,6 +27,7 @@ from tpl.report.columns import (
     columns_of,
     metrics_of,
     percent,
+    shown_name,
 )
 from tpl.report.compare import Comparison, comparison_table
 from tpl.report.figures import (
@@ -173,7 +174,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], paper: Paper, styles:
     starts = {group[0].key for group in groups.values()}
     shown = [
         {
-            "name": row["name"],
+            "name": shown_name(row),
             "role": None if row["role"] == CONTINUAL else row["role"],
             "part": row["part"],
             "style": styles[row["group"]],
@@ -294,13 +295,13 @@ def _runs(experiment: Experiment) -> Context:
     made = []
     for row, run in zip(rows, experiment.runs, strict=True):
         environment = run.description.get("environment") or {}
-        commit = str(environment.get("commit") or "")[:8] or MISSING
+        commit, plus, mark = str(environment.get("commit") or MISSING).partition("+")
         texts = [
             row["order"],
             row["seed"],
             *(cell(row, c) for c in columns),
             environment.get("device") or MISSING,
-            commit,
+            commit[:8] + plus + mark,
         ]
         made.append({"name": row["name"], "folder": str(run.place), "cells": [str(text) for text in texts]})
     head = ["Order", "Seed", *(column.title for column in columns), "Machine", "Commit"]

@@ -13,7 +13,7 @@ from scipy.stats import rankdata, spearmanr
 
 from tpl.bench.paper import QUANTITIES, load_rows
 from tpl.bench.paper import Row as PaperRow
-from tpl.bench.paper.judge import fits
+from tpl.bench.paper.evidence import fits
 from tpl.report.columns import CONTINUAL
 from tpl.report.find import Experiment, Group
 

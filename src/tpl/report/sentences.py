@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tpl.report.columns import CONTINUAL, LOWER, UPPER, Row, percent
+from tpl.bench.results import contamination_of
+from tpl.report.columns import CONTINUAL, LOWER, UPPER, Row, contaminated_by, percent
 
 _FACTS = {
     "benchmark": "Benchmark",
@@ -87,6 +88,9 @@ def summary(descriptions: Sequence[Mapping[str, Any]]) -> str:
 def cautions(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
     """Warnings about numbers that are not strictly comparable."""
     found = []
+    seen = sorted({name for description in descriptions for name in contamination_of(description)})
+    if seen:
+        found.append(f"{contaminated_by(seen)}: these numbers do not say how well the classes were learned.")
     if any(description.get("validation") for description in descriptions):
         found.append("Measured on images held out from the training data, not on the test set.")
     images: dict[str, set[str]] = {}

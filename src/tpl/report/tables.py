@@ -26,6 +26,8 @@ from tpl.report.columns import (
     best,
     cell,
     columns_of,
+    contamination_note,
+    shown_name,
 )
 from tpl.report.find import Experiment
 from tpl.report.paper import PaperValue, Ranking, paper_of
@@ -79,7 +81,7 @@ def results_table(
 
 def _row_name(row: Row) -> str:
     """The row's name, with its role if it is a bound."""
-    return str(row["name"]) if row["role"] == CONTINUAL else f"{row['name']} ({row['role']})"
+    return shown_name(row) if row["role"] == CONTINUAL else f"{shown_name(row)} ({row['role']})"
 
 
 def _paper_cell(values: Mapping[str, PaperValue], column: Column) -> Cell:
@@ -92,6 +94,8 @@ def experiment_tables(experiment: Experiment) -> list[Table]:
     rows, paper, runs = experiment.rows, paper_of(experiment), max(len(group.runs) for group in experiment.groups)
     whole = [row for row in rows if row["part"] is None]  # a part has no costs of its own
     over = f", mean ± standard deviation over up to {runs} runs" if runs > 1 else ""
+    if note := contamination_note(rows):
+        over += f". {note}"
     return [
         results_table(
             rows, f"{experiment.title}{over}", paper, (ACCURACY, SCORES, FORGETTING), forgetting_sentence(experiment)
@@ -153,6 +157,7 @@ _SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}", "[": "{[}", "]": "{]}", "*": "{*}",
+    "\N{DAGGER}": r"\textdagger{}",
     "\N{EN DASH}": "--", "\N{MINUS SIGN}": "$-$", "±": r"$\pm$", "…": r"\ldots{}", "×": r"$\times$",
 }  # fmt: skip
 
@@ -255,7 +260,9 @@ def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None 
 def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> rich_tables.Table:
     winners = {column.key: best(rows, column) for column in columns}
     against = list(dict.fromkeys(row["bound"] for row in rows if row["bound"]))
-    caption = f"Forgetting is measured against {' or '.join(against)}." if against else None
+    notes = [f"Forgetting is measured against {' or '.join(against)}."] if against else []
+    notes += [note] if (note := contamination_note(rows)) else []
+    caption = " ".join(notes) or None
     table = rich_tables.Table(
         title=title, caption=caption, box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="bold"
     )
@@ -264,7 +271,7 @@ def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | Non
         table.add_column(column.short, justify="right", no_wrap=True)
     for row in rows:
         bound = row["role"] != CONTINUAL
-        name = Text(str(row["name"]) if row["part"] is None else f"  {row['part']} alone")
+        name = Text(shown_name(row) if row["part"] is None else f"  {row['part']} alone")
         if bound:
             name.append(f"\n({row['role'].split()[0]})", style="italic")
         cells = [Text(cell(row, c), style="bold" if row["name"] in winners[c.key] else "") for c in columns]

@@ -10,6 +10,7 @@ part can be exchanged, so that the paper's ablations are choices made at evaluat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -49,16 +50,14 @@ class RatioConfig(Config):
         "l2", "l2: the paper's; squared: the public code's", ("l2", "squared"), group="task prediction"
     )
     k: int = option(5, "which neighbour counts in kNN", minimum=1, group="task prediction")
-    beta1: float | None = option(
+    beta1: float | str | None = option(
         None,
-        "scale of the logit score; none: inverse mean on the training data, Eq. 10",
-        minimum=0,
+        "scale of the logit score; none: inverse mean on the training data, Eq. 10; 1.3x: that many inverse means",
         group="task prediction",
     )
-    beta2: float | None = option(
+    beta2: float | str | None = option(
         None,
-        "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean, Eq. 10",
-        minimum=0,
+        "scale of MD = 1/d^2 (the paper's table is in units of 20/d^2); none: inverse mean; 1.3x: that many of them",
         group="task prediction",
     )
     shrinkage: str = option(
@@ -70,8 +69,24 @@ class RatioConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            _factor(name, value)
         if self.logit_score == "none" and self.in_task == "none":
             raise TplError("A score needs at least one part: logit_score and in_task cannot both be none.")
+
+
+def _factor(name: str, value: float | str | None) -> tuple[float, bool]:
+    """The number in a scale, and whether it counts inverse means, as in `1.3x`, or stands for itself."""
+    if value is None:
+        return 1.0, True
+    relative = isinstance(value, str)
+    try:
+        number = float(value.removesuffix("x")) if isinstance(value, str) else float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf or (isinstance(value, str) and not value.endswith("x")):
+        raise TplError(f"{name} must be a number of at least 0, a number of inverse means such as 1.3x, or none.")
+    return number, relative
 
 
 class LikelihoodRatio(Score):
@@ -165,14 +180,16 @@ class LikelihoodRatio(Score):
     def logit_part(self, z: Tensor, logits: Tensor) -> Tensor:
         """beta1 * S_logit."""
         position = list(LOGITS).index(self.config.logit_score)
-        beta = self.config.beta1 if self.config.beta1 is not None else 1 / self.scales_[position]
+        factor, relative = _factor("beta1", self.config.beta1)
+        beta = factor / self.scales_[position] if relative else factor
         return beta * LOGITS[self.config.logit_score]().score_features(z, logits)
 
     def in_task_part(self, z: Tensor, logits: Tensor, skip: Tensor | None = None) -> Tensor:
         """E_t: beta2 * S_MD, or minus the distance to the task's own memory."""
         if self.config.in_task == "knn":
             return -self.own.distances(z, skip)
-        beta = self.config.beta2 if self.config.beta2 is not None else 1 / self.scales_[-1]
+        factor, relative = _factor("beta2", self.config.beta2)
+        beta = factor / self.scales_[-1] if relative else factor
         return beta * self.centres.score_features(z, logits)
 
     def out_of_task_part(self, z: Tensor, skip: Tensor | None = None) -> Tensor:

@@ -152,8 +152,8 @@ def _tiny_imagenet(root: Path | None, download: bool) -> Source:
         raise _missing(
             "tiny-imagenet",
             root,
-            "train/WNID/images/*.JPEG with val/images/ and val/val_annotations.txt, or with val/WNID/*.JPEG, as a "
-            "folder or one zip",
+            "train/WNID/images/*.JPEG with val/images/ and val/val_annotations.txt, as a folder or one zip; or "
+            + LAYOUTS,
         )
     tree = without_wrappers(open_tree(found))
     annotations = tree.files.get(("val", "val_annotations.txt"))
@@ -181,7 +181,8 @@ def _imagenet380(root: Path | None, download: bool) -> Source:
 def _tiny_place(place: Path) -> Path | None:
     candidates = [place / _TINY_FOLDER, place, place / f"{_TINY_FOLDER}.zip"]
     for candidate in candidates:
-        if (candidate / "train").is_dir() or (candidate.is_file() and candidate.suffix.lower() == ".zip"):
+        split = (candidate / "train").is_dir() or any(candidate.glob("train*.zip"))
+        if split or (candidate.is_file() and candidate.suffix.lower() == ".zip"):
             return candidate
     return None
 

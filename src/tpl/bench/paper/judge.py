@@ -1,166 +1,25 @@
-"""Comparing rows of the paper with finished runs: which runs count, what they measured, and the verdict.
+"""Verdicts: a row of the paper beside finished runs of one recipe.
 
-Imports no torch: committed results are judged in a second.
+Every quantity is `equal` to the paper's within the tolerance, `above` or `below` it. A row is `reached` if every
+quantity is equal or better. Imports no torch: committed results are judged in a second.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpl.bench import metrics
-from tpl.bench.paper import QUANTITIES, Printed, Row, task_sizes
-from tpl.bench.results import RunResult
-from tpl.errors import TplError
+from tpl.bench.paper import QUANTITIES, Printed, Row
+from tpl.bench.paper.evidence import Run, RunGroup, amount, fits, groups
+from tpl.bench.paper.recipes import UNDECLARED, Recipe, differing, find_recipe, load_recipes, paper_orders
 
 JOINT = "joint"  # the method behind the paper's Non-CL, the reference for forgetting
-SETTINGS = ("benchmark", "method", "options", "encoder", "precision")  # of run.json: what runs of a group share
-NEEDED = ("benchmark", "method", "options", "order", "seed", "classes", "encoder", "data")
-REACHED, MISSED, NO_EVIDENCE, SHOWN = "reached", "missed", "no evidence", "shown"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run and its directory."""
-
-    place: Path
-    result: RunResult
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The content of run.json."""
-        return self.result.description
-
-    @property
-    def classes(self) -> tuple[tuple[str, ...], ...]:
-        """The class order itself: its name may differ between machines (a file's path)."""
-        return tuple(tuple(names) for names in self.description["classes"])
-
-    def settings(self) -> str:
-        """Everything that may change a number except class order and seed, as text to group by."""
-        return json.dumps({key: self.description.get(key) for key in SETTINGS}, sort_keys=True)
-
-    def number(self, quantity: str, joint: Sequence[Run] = ()) -> float | None:
-        """One of the paper's quantities, in the unit of runs; None if this run does not have it."""
-        if quantity.startswith("forgetting_"):
-            return self._forgetting(quantity, joint)
-        if quantity == "auroc":
-            value = (self.result.summary.get("detection") or {}).get("auroc_pooled")
-        else:
-            value = self.result.summary.get({"minutes": "seconds_per_task"}.get(quantity, quantity))
-        return None if value is None else float(value)
-
-    def _forgetting(self, quantity: str, joint: Sequence[Run]) -> float | None:
-        """Rectified forgetting relative to the joint runs over the same tasks and images, their mean if several."""
-        measure = {
-            "forgetting_last": metrics.rectified_forgetting_last,
-            "forgetting_aia": metrics.rectified_forgetting_aia,
-        }[quantity]
-        fitting = [j for j in joint if j.classes == self.classes and j.description["data"] == self.description["data"]]
-        found = [measure(self.result.matrices["cil"], other.result.matrices["cil"]) for other in fitting]
-        return float(np.mean(found)) if found and np.isfinite(found).all() else None  # a bound may lack stages
-
-
-@dataclass(frozen=True)
-class RunGroup:
-    """Runs that differ in class order and seed only."""
-
-    runs: tuple[Run, ...]
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """run.json of the first run; the others differ in class order and seed only."""
-        return self.runs[0].description
-
-    def by_order(self) -> list[list[Run]]:
-        """The runs by class order."""
-        found: dict[Any, list[Run]] = {}
-        for run in self.runs:
-            found.setdefault(run.classes, []).append(run)
-        return list(found.values())
-
-    def orders(self) -> list[str]:
-        """The names of the class orders."""
-        return [runs[0].description["order"] for runs in self.by_order()]
-
-    def measure(self, quantity: str, joint: Sequence[Run] = ()) -> tuple[float, float | None] | None:
-        """Mean and standard deviation over class orders; seeds of one order are averaged first."""
-        values = []
-        for runs in self.by_order():
-            numbers = [run.number(quantity, joint) for run in runs]
-            if any(number is None for number in numbers):
-                return None
-            values.append(np.mean([number for number in numbers if number is not None]))
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def read_runs(folder: Path) -> list[Run]:
-    """All finished runs in `folder` or below."""
-    if not folder.is_dir():
-        raise TplError(f"There is no folder {folder} to look for runs in.")
-    return [_read(file.parent) for file in sorted(folder.rglob("run.json")) if (file.parent / "results.json").is_file()]
-
-
-def fits(run: Run, row: Row, wanted: Mapping[str, Any], orders: Sequence[str] | None = None) -> bool:
-    """Whether a run can be compared with a row of one benchmark: the paper's protocol, on test images, complete.
-
-    `wanted` are options required in addition to the row's own, `orders` the class orders that count.
-    """
-    this = run.description
-    same = (this["benchmark"], this["method"], this["encoder"]["name"]) == (row.benchmark, row.method, row.encoder)
-    if not same or this.get("validation") is not None or this.get("held_out"):
-        return False
-    sizes = task_sizes(row.benchmark)
-    if [len(names) for names in this["classes"]] != sizes or len(run.result.matrices["cil"]) != len(sizes):
-        return False
-    if orders is not None and this["order"] not in orders:
-        return False
-    explicit = dict(row.options) | dict(wanted)
-    return all(
-        _plain(this["options"].get(name)) == _plain(value)
-        for name, value in (row.required() | explicit).items()
-        if name in this["options"] or name in explicit  # fine-tuning has no memory to compare
-    )
-
-
-def groups(runs: Iterable[Run]) -> list[RunGroup]:
-    """Runs grouped by their settings; the group with the most class orders first, whatever its numbers are.
-
-    Among equals, the group whose directory has the shortest name: a variant's name says what is different about it.
-    """
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.settings(), []).append(run)
-    made = [RunGroup(tuple(entries)) for entries in found.values()]
-    return sorted(made, key=lambda g: (-len(g.by_order()), -len(g.runs), len(g.runs[0].place.name), g.runs[0].place))
-
-
-def _read(place: Path) -> Run:
-    try:
-        result = RunResult.read(place)
-        missing = [key for key in NEEDED if key not in result.description]
-        if missing:
-            raise ValueError(f"run.json lacks {', '.join(missing)}")
-        _ = result.description["encoder"]["name"], result.description["options"].items(), result.matrices["cil"]
-        return Run(place, result)
-    except (TplError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TplError(f"The run in {place} cannot be read ({error}); repair it or move it away.") from error
-
-
-def _plain(value: Any) -> Any:
-    """A value typed on the command line as JSON has it: '5' is 5, 'none' is None."""
-    if not isinstance(value, str):
-        return value
-    text = {"none": "null"}.get(value.lower(), value.lower())
-    try:
-        return json.loads(text)
-    except ValueError:
-        return value
+EQUAL, ABOVE, BELOW = "equal", "above", "below"  # of a quantity
+REACHED, MISSED = "reached", "missed"  # of a row
+NO_EVIDENCE, AMBIGUOUS, SHOWN = "no evidence", "ambiguous", "shown"  # of both
 
 
 @dataclass(frozen=True)
@@ -172,12 +31,20 @@ class Finding:
     target: float
     ours: float | None
     std: float | None
-    verdict: str
+    verdict: str  # equal, above, below, no evidence, ambiguous or shown
 
     @property
     def difference(self) -> float | None:
         """Ours minus the paper's."""
         return None if self.ours is None else self.ours - self.target
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether ours is equal or better; None without evidence, and where no direction is better."""
+        better = QUANTITIES[self.quantity].better
+        if self.verdict in (NO_EVIDENCE, AMBIGUOUS, SHOWN):
+            return None
+        return self.verdict in (EQUAL, ABOVE if better > 0 else BELOW)
 
     def to_dict(self) -> dict[str, Any]:
         """The content for JSON."""
@@ -190,25 +57,40 @@ class Finding:
             "std": self.std,
             "difference": self.difference,
             "verdict": self.verdict,
+            "reached": self.reached,
         }
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A row of the paper, the findings for it, and the runs behind them."""
+    """A row of the paper, one recipe, the findings, and the runs behind them."""
 
     row: Row
+    recipe: str | None  # a name in recipes.toml, UNDECLARED, or None without runs
     findings: tuple[Finding, ...]
     used: tuple[RunGroup, ...]  # one a benchmark, and the joint runs that forgetting is relative to
     unused: tuple[RunGroup, ...]  # fitting runs with other settings, which are not mixed in
     orders: int  # number of class orders behind the numbers; for an average, the smallest of the five
-    reason: str | None = None  # why there is no evidence
+    reason: str | None = None  # why there is no evidence, or which groups of runs are as many
 
     @property
     def verdict(self) -> str:
-        """The worst verdict of all quantities."""
-        verdicts = {finding.verdict for finding in self.findings}
-        return next(v for v in (NO_EVIDENCE, MISSED, REACHED, SHOWN) if v in verdicts)
+        """Reached if all quantities are; missed if one is not; ambiguous if runs of different settings are as many."""
+        for lacking in (AMBIGUOUS, NO_EVIDENCE):
+            if any(finding.verdict == lacking for finding in self.findings):
+                return lacking
+        reached = [finding.reached for finding in self.findings if finding.reached is not None]
+        return (REACHED if all(reached) else MISSED) if reached else SHOWN
+
+    @property
+    def by_paper(self) -> bool:
+        """Whether the recipe is the paper's own."""
+        return self.recipe in load_recipes() and load_recipes()[str(self.recipe)].by_paper
+
+    @property
+    def verified(self) -> bool:
+        """Whether the encoder's weights are known by their hash, or there are none."""
+        return all(group.weights != "unverified" for group in self.used)
 
     def to_dict(self) -> dict[str, Any]:
         """The content for JSON."""
@@ -216,64 +98,111 @@ class Judgement:
         return {
             "row": row.name,
             "verdict": self.verdict,
+            "recipe": self.recipe,
+            "by_paper": self.by_paper,
             "reason": self.reason,
             "printed_as": row.label,
             "benchmark": row.benchmark,
             "method": row.method,
             "encoder": row.encoder,
+            "weights_verified": self.verified if self.used else None,
             "misprint": row.misprint,
             "note": row.note,
             "class_orders": self.orders,
+            "paper_class_orders": paper_orders(),
             "quantities": [finding.to_dict() for finding in self.findings],
-            "evidence": [describe(group) for group in self.used],
-            "not_judged": [describe(group) for group in self.unused],
+            "evidence": [group.to_dict() for group in self.used],
+            "not_judged": [group.to_dict() for group in self.unused],
         }
 
 
-def judge(
-    row: Row,
-    runs: Sequence[Run],
-    tolerance: float,
-    wanted: Mapping[str, Any] | None = None,
-    orders: Sequence[str] | None = None,
+@dataclass(frozen=True)
+class Question:
+    """What to judge: how close is equal, and which options, class orders and recipes count."""
+
+    tolerance: float  # points
+    options: Mapping[str, Any] | None = None  # required in addition to the row's own
+    orders: Sequence[str] | None = None
+    recipe: str | None = None  # None: each one that has runs
+    undeclared: bool = False  # also judge runs that follow no recipe
+
+
+def judge(row: Row, runs: Sequence[Run], question: Question) -> list[Judgement]:
+    """Compare a row with the runs that fit it: one judgement for every recipe that has runs, at least one in all."""
+    fitting = {
+        part.benchmark: [run for run in runs if fits(run, part, question.options or {}, question.orders)]
+        for part in row.parts()
+    }
+    if question.recipe is not None:
+        return [_by_recipe(row, runs, fitting, find_recipe(question.recipe), question)]
+    made = [_by_recipe(row, runs, fitting, recipe, question) for recipe in load_recipes().values()]
+    if question.undeclared:
+        made.append(_by_recipe(row, runs, fitting, None, question))
+    partly = [judgement for judgement in made if judgement.used or judgement.reason]
+    found = [judgement for judgement in partly if judgement.verdict != NO_EVIDENCE] or partly[:1]
+    judged = {key for judgement in found for key in _keys(judgement.used)}
+    return [
+        replace(judgement, unused=tuple(g for g in judgement.unused if not _keys([g]) & judged)) for judgement in found
+    ] or [_without(row, fitting)]
+
+
+def overall(judgements: Sequence[Judgement]) -> Judgement:
+    """The judgement that a row is counted by: reached before missed, by the paper's recipe before any other."""
+    order = (REACHED, MISSED, AMBIGUOUS, SHOWN, NO_EVIDENCE)
+    return min(judgements, key=lambda judgement: (order.index(judgement.verdict), not judgement.by_paper))
+
+
+def _by_recipe(
+    row: Row, runs: Sequence[Run], fitting: Mapping[str, Sequence[Run]], recipe: Recipe | None, question: Question
 ) -> Judgement:
-    """Compare a row with the runs that fit it; `tolerance`, in points, allows for noise between class orders."""
+    """Compare a row with the runs of one recipe, or with those of none."""
     found, joint, unused = [], [], []
+    ambiguous = None
     for part in row.parts():
-        candidates = groups(run for run in runs if fits(run, part, wanted or {}, orders))
+        mine = [run for run in fitting[part.benchmark] if _follows(run, recipe, [*row.options, *part.options])]
+        candidates = groups(mine)
+        unused += [g for g in groups(fitting[part.benchmark]) if g.runs[0].settings() not in _keys(candidates[:1])]
+        if len(candidates) > 1 and amount(candidates[0]) == amount(candidates[1]):
+            names = ", ".join(differing([group.settings() for group in candidates]))
+            ambiguous = f"several groups of runs have as many class orders and differ in {names}: choose with --set"
+            continue
         found += candidates[:1]
-        unused += candidates[1:]
         if any(key.startswith("forgetting_") for key in row.values):
             bound = replace(part, method=JOINT, options={})
-            joint += groups(run for run in runs if fits(run, bound, {}, orders))[:1]
+            bounds = [run for run in runs if fits(run, bound, {}, question.orders) and _follows(run, recipe)]
+            joint += groups(bounds)[:1]
+    name = recipe.name if recipe else UNDECLARED
     complete = len(found) == len(row.parts())
     against = [run for group in joint for run in group.runs]
-    findings = tuple(_find(row, key, found if complete else [], against, tolerance) for key in row.values)
-    reason = None
-    if any(finding.verdict == NO_EVIDENCE for finding in findings):
-        reason = _reason(row, found, complete)
+    if ambiguous:
+        findings = _nothing(row, AMBIGUOUS)
+        return Judgement(row, name, findings, (*found, *joint), tuple(unused), 0, ambiguous)
+    findings = tuple(_find(row, key, found if complete else [], against, question.tolerance) for key in row.values)
+    lacking = any(finding.verdict == NO_EVIDENCE for finding in findings) and (found or question.recipe is not None)
+    reason = _reason(row, found, complete, name) if lacking else None
     fewest = min((len(group.by_order()) for group in found), default=0) if complete else 0
-    return Judgement(row, findings, (*found, *joint), tuple(unused), fewest, reason)
+    return Judgement(row, name, findings, (*found, *joint), tuple(unused), fewest, reason)
 
 
-def describe(group: RunGroup) -> dict[str, Any]:
-    """Settings, class orders, seeds, hashes, commit and device behind a group's numbers."""
-    shared = group.description
-    numbers = {key: group.measure(key) for key in ("last", "aia", "til")}
-    return {key: shared.get(key) for key in SETTINGS} | {
-        "percent": {key: 100 * value[0] for key, value in numbers.items() if value is not None},
-        "runs": [
-            {
-                "directory": str(run.place),
-                "order": run.description["order"],
-                "seed": run.description["seed"],
-                "data": run.description["data"],
-                "commit": run.description.get("environment", {}).get("commit"),
-                "device": run.description.get("environment", {}).get("device"),
-            }
-            for run in group.runs
-        ],
-    }
+def _follows(run: Run, recipe: Recipe | None, leave_out: Sequence[str] = ()) -> bool:
+    """Whether a run follows a recipe; for None, whether it follows none."""
+    if recipe is not None:
+        return recipe.matches(run.description, leave_out)
+    return not any(each.matches(run.description, leave_out) for each in load_recipes().values())
+
+
+def _keys(chosen: Sequence[RunGroup]) -> set[str]:
+    return {group.runs[0].settings() for group in chosen}
+
+
+def _without(row: Row, fitting: Mapping[str, Sequence[Run]]) -> Judgement:
+    """A row for which no recipe has runs."""
+    unused = tuple(group for runs in fitting.values() for group in groups(runs))
+    return Judgement(row, None, _nothing(row, NO_EVIDENCE), (), unused, 0, _reason(row, [], False, None))
+
+
+def _nothing(row: Row, verdict: str) -> tuple[Finding, ...]:
+    return tuple(Finding(key, row.values[key], row.target(key), None, None, verdict) for key in row.values)
 
 
 def _find(row: Row, key: str, found: Sequence[RunGroup], joint: Sequence[Run], tolerance: float) -> Finding:
@@ -288,19 +217,23 @@ def _find(row: Row, key: str, found: Sequence[RunGroup], joint: Sequence[Run], t
     spread = None if std is None else quantity.scale * std
     verdict = SHOWN
     if quantity.better:
-        # 1e-9: a difference equal to the tolerance in decimals counts as reached
-        verdict = REACHED if quantity.better * (ours - target) >= -tolerance - 1e-9 else MISSED
+        # 1e-9: a difference equal to the tolerance in decimals counts as equal
+        verdict = EQUAL if abs(ours - target) <= tolerance + 1e-9 else ABOVE if ours > target else BELOW
     return Finding(key, row.values[key], target, ours, spread, verdict)
 
 
-def _reason(row: Row, found: Sequence[RunGroup], complete: bool) -> str:
+def _reason(row: Row, found: Sequence[RunGroup], complete: bool, recipe: str | None) -> str:
+    """Why there is no evidence."""
     if complete:
         return "the runs found lack a quantity" + (
-            f" (forgetting needs {JOINT} runs over the same tasks)" if row.table == "forgetting" else ""
+            f" (forgetting needs {JOINT} runs over the same tasks, by the same recipe)"
+            if row.table == "forgetting"
+            else ""
         )
+    by = f" by the recipe {recipe}" if recipe else " by a named recipe"
     what = f"{row.method} on {row.benchmark} with {row.encoder}"
     if len(row.parts()) == 1:
-        return f"no complete run of {what} on test images with the row's options"
+        return f"no complete run of {what} on test images with the row's options{by}"
     have = {group.description["benchmark"] for group in found}
     missing = [part.benchmark for part in row.parts() if part.benchmark not in have]
-    return f"no complete runs of {what}: missing {', '.join(missing)}"
+    return f"no complete runs of {what}{by}: missing {', '.join(missing)}"

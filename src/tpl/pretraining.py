@@ -1,0 +1,56 @@
+"""What encoders were pre-trained on, whether that includes a benchmark's data set, and which weights are known.
+
+An encoder that was pre-trained on what a benchmark is made of is contaminated for it: its accuracy says little about
+learning these classes. Such a run must be asked for by name, and carries a mark. Imports no torch.
+"""
+
+from __future__ import annotations
+
+CIFAR10, CIFAR100 = "cifar10", "cifar100"
+IMAGENET, IMAGENET611 = "imagenet", "imagenet-611"
+TINY, IMAGENET380 = "tiny-imagenet", "imagenet380"
+
+COMPACT, DEIT_611, RESNET = "compact", "deit_small_611", "resnet18"
+
+_PRETRAINED_ON: dict[str, tuple[str, ...]] = {
+    COMPACT: (CIFAR100,),
+    DEIT_611: (IMAGENET611,),  # the ImageNet classes left after removing 389 that resemble CIFAR's or Tiny-ImageNet's
+    RESNET: (),
+}
+# The data sets that another one contains or closely resembles.
+_SHARED: dict[str, frozenset[str]] = {
+    CIFAR100: frozenset({CIFAR100, CIFAR10}),  # collected together, with related classes
+    IMAGENET: frozenset({IMAGENET, TINY, IMAGENET380}),  # both are subsets of ImageNet
+    IMAGENET611: frozenset({IMAGENET}),
+}
+
+KNOWN, UNVERIFIED, RANDOM = "known", "unverified", "random"
+# sha256 of weight files, and of the same tensors as timm loads them. None is published for the checkpoint of DEIT_611.
+_KNOWN_WEIGHTS: dict[str, tuple[str, ...]] = {
+    COMPACT: ("9eb3b09ada2c9fe784230ce64876b7c2adcb1e802077003120d1002f57811866",),
+    "vit_tiny_patch16_224": (
+        "a22e9b3685d1feca11a382fbed2db95defc965fe037c026069331b6c243268a6",
+        "56af952eb9f8b2c10664ed14088f77dfad466e3dee63e5e397aec231c541d80f",
+    ),
+    "deit_tiny_patch16_224": (
+        "a9f6cd5db5b367bcd318b5052971ed64b0c3bb13cb07d22ff68bcd00d0a99cf3",
+        "18b3fe15c94cd0a5331ef8a329aa855c158fc8f87ec632211916f14345f1dc59",
+    ),
+}
+
+
+def pretrained_on(encoder: str) -> tuple[str, ...]:
+    """The data sets that an encoder was pre-trained on; ImageNet for every encoder of timm."""
+    return _PRETRAINED_ON.get(encoder.partition(":")[0], (IMAGENET,))
+
+
+def contamination(encoder: str, data_set: str) -> list[str]:
+    """The data sets of an encoder's pre-training that contain or closely resemble `data_set`."""
+    return [name for name in pretrained_on(encoder) if data_set in _SHARED.get(name, {name})]
+
+
+def weights_status(encoder: str, sha256: str | None) -> str:
+    """KNOWN for the weights of the committed results, RANDOM for a network without pre-training, else UNVERIFIED."""
+    if not pretrained_on(encoder):
+        return RANDOM
+    return KNOWN if sha256 in _KNOWN_WEIGHTS.get(encoder, ()) else UNVERIFIED
