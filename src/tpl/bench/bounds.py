@@ -10,10 +10,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tpl.bench.benchmarks import BOUNDS, FEWEST_EPOCHS
 from tpl.bench.results import RunResult
 
-BOUNDS = ("joint", "joint-ridge")  # methods that train on all classes at once
-FEWEST_EPOCHS = 10  # of a bound with a pre-trained encoder
+__all__ = [
+    "BOUNDS",
+    "FEWEST_EPOCHS",
+    "better_bound",
+    "bound_name",
+    "bounds_of",
+    "bounds_sentence",
+    "is_bound",
+    "trained_to_the_end",
+]
+
 ALIKE = ("benchmark", "encoder", "classes", "data", "validation")  # what a run and its bound have in common
 
 

@@ -127,13 +127,13 @@ def _as_matrices(rows: dict[str, list[list[float]]]) -> dict[str, Matrix]:
 def accuracies(matrices: dict[str, Matrix], sizes: list[int]) -> dict[str, float | None]:
     """The metrics that follow from accuracy matrices; None for those that need stages which were left out."""
     cil = matrices["cil"]
-    return {
-        "last": _measured(metrics.last(cil, sizes)),
-        "aia": _measured(metrics.average_incremental(cil, sizes)),
-        "til": _measured(metrics.last(matrices["til"], sizes)),
-        "tp": _measured(metrics.last(matrices["tp"], sizes)),
-        "forgetting_classic": _measured(metrics.classic_forgetting(cil)),
+    found = {
+        "last": metrics.last(cil, sizes),
+        "aia": metrics.average_incremental(cil, sizes),
+        "forgetting_classic": metrics.classic_forgetting(cil),
     }
+    found |= {kind: metrics.last(matrices[kind], sizes) for kind in ("til", "tp") if kind in matrices}
+    return {name: _measured(value) for name, value in found.items()}
 
 
 def _measured(value: float) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tpl.bench import metrics
 from tpl.bench.paper import Row, task_sizes
-from tpl.bench.results import RunResult
+from tpl.bench.results import RunResult, accuracies
 from tpl.errors import TplError
 from tpl.pretraining import weights_status
 
@@ -48,7 +48,7 @@ class Run:
     def number(self, quantity: str, joint: Sequence[Run] = ()) -> float | None:
         """One of the paper's quantities, in the unit of runs; None if this run does not have it."""
         if quantity in ("last", "aia", "til"):
-            return accuracies(self.result).get(quantity)
+            return accuracies(self.result.matrices, self.result.sizes).get(quantity)
         if quantity.startswith("forgetting_"):
             return self._forgetting(quantity, joint)
         if quantity == "auroc":
@@ -66,17 +66,6 @@ class Run:
         fitting = [j for j in joint if j.classes == self.classes and j.description["data"] == self.description["data"]]
         found = [measure(self.result.matrices["cil"], other.result.matrices["cil"]) for other in fitting]
         return float(np.mean(found)) if found and np.isfinite(found).all() else None  # a bound may lack stages
-
-
-def accuracies(result: RunResult) -> dict[str, float]:
-    """Last, AIA, TIL, task prediction and classic forgetting, computed from the accuracy matrices."""
-    matrices, sizes = result.matrices, result.sizes
-    found = {
-        "last": metrics.last(matrices["cil"], sizes),
-        "aia": metrics.average_incremental(matrices["cil"], sizes),
-        "forgetting_classic": metrics.classic_forgetting(matrices["cil"]),
-    }
-    return found | {kind: metrics.last(matrices[kind], sizes) for kind in ("til", "tp") if kind in matrices}
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,7 @@ class RunGroup:
                     "order": run.description["order"],
                     "seed": run.description["seed"],
                     "data": run.description["data"],
-                    "percent": {key: 100 * value for key, value in accuracies(run.result).items()},
+                    "percent": _percent(run.result),
                     **{key: run.description.get("environment", {}).get(key) for key in ("commit", "sources", "device")},
                 }
                 for run in self.runs
@@ -191,10 +180,16 @@ def check_summary(result: RunResult) -> None:
         known = matrix[np.tril_indices(len(matrix))]  # NaN for a task without test images
         if len(matrix) > len(result.sizes) or ((known < 0) | (known > 1)).any():
             raise TplError(f"the matrix {kind} has other tasks than run.json, or entries that are no accuracies")
-    for key, value in accuracies(result).items():
+    for key, value in _percent(result).items():
         stated = result.summary.get(key)
-        if stated is not None and abs(float(stated) - value) > ROUNDING:
-            raise TplError(f"its summary says {key} = {100 * stated:.4f} %, its accuracy matrix {100 * value:.4f} %")
+        if stated is not None and abs(100 * float(stated) - value) > 100 * ROUNDING:
+            raise TplError(f"its summary says {key} = {100 * stated:.4f} %, its accuracy matrix {value:.4f} %")
+
+
+def _percent(result: RunResult) -> dict[str, float]:
+    """Last, AIA, TIL, task prediction and classic forgetting, computed from the accuracy matrices."""
+    found = accuracies(result.matrices, result.sizes)
+    return {key: 100 * value for key, value in found.items() if value is not None}
 
 
 def _read(place: Path) -> Run:
