@@ -32,7 +32,7 @@ STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G'
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
 STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
 VIEWS = 4  # that share `random_features`; a fifth view has as many as each of these
-# Of `add_view`, chosen on held-out images of CIFAR-100: see results/choices/views.
+# Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond.md.
 MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
 SHRINKAGE = 10  # stored samples of a class at which half of their mean residual is believed
 
