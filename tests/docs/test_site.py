@@ -105,7 +105,8 @@ def method_of_guide(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def taught_on_digits(method: str, **options: Any) -> Learner:
     """Two tasks of two digits each."""
-    learner = Learner(method, device="cpu", epochs=2, batch_size=8, latent=8, lr=0.05, memory=8, **options)
+    usual: dict[str, Any] = {"epochs": 2, "batch_size": 8, "latent": 8, "lr": 0.05, "memory": 8}
+    learner = Learner(method, device="cpu", **(usual | options))
     for first in (0, 2):
         learner.method.learn(Task(f"from {first}", (str(first), str(first + 1)), digits([first, first + 1], 8)))
     return learner
@@ -116,7 +117,7 @@ DIGITS = [c for c in range(4) for _ in range(4)]
 
 def test_the_method_of_the_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
     method_of_guide("add-a-method.md", "smooth", monkeypatch)
-    learner = taught_on_digits("smooth-replay", smoothing=0.2)
+    learner = taught_on_digits("smooth-replay", smoothing=0.3, epochs=6, lr=0.02, memory=16)
     probabilities = learner.predict_proba(digits(range(4), 4, start=30))
     assert (probabilities.argmax(axis=1) == DIGITS).mean() > 0.5 and probabilities.max() < 0.999  # never quite sure
 

@@ -153,7 +153,10 @@ TECHNIQUES = [("hat", {"technique": name}) for name in ("oe", "mixoe", "logitnor
 OTHERWISE = [("tpl", {"augment": "crop", "others": "per_class", "mask_gradient": "analytic"})]
 
 
-@pytest.mark.parametrize(("method", "options"), [*((name, {}) for name in SPLITTING), *TECHNIQUES, *OTHERWISE])
+PLAIN = [(name, {"replay_batches": "balanced"} if name == "gd" else {}) for name in SPLITTING]
+
+
+@pytest.mark.parametrize(("method", "options"), [*PLAIN, *TECHNIQUES, *OTHERWISE])
 def test_a_method_that_says_it_splits_does(method: str, options: dict[str, Any]) -> None:
     """Two tasks, the second with replay where there is any."""
     alone = learned(method, **options)
@@ -169,6 +172,8 @@ def test_what_looks_at_a_whole_batch_is_refused() -> None:
         Learner("agem", device="cpu").method.check_splits()
     with pytest.raises(TplError, match="[Bb]atch norms"):
         Learner("tpl", "resnet18:8", device="cpu").method.check_splits()
+    with pytest.raises(TplError, match="replay_batches=balanced"):
+        Learner("gd", device="cpu").method.check_splits()
     with pytest.raises(TplError, match="technique=mixup"):
         Learner("hat", device="cpu", technique="mixup").method.check_splits()
 

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import IGNORED, Callback, Samples, masked_mean, no_callback
+from tpl.errors import TplError
 from tpl.methods.base import register
 from tpl.methods.parts.distill import Distillation, class_slices
 from tpl.methods.parts.network import CrossEntropy, Network
-from tpl.methods.parts.rehearsal import BalancingConfig, RehearsalMethod
+from tpl.methods.parts.rehearsal import UNION, BalancingConfig, RehearsalMethod
 from tpl.stream import Task
 
 
@@ -74,6 +75,15 @@ class GD(RehearsalMethod):
     splits = True
     config_class = GDConfig
     config: GDConfig
+
+    def check_splits(self) -> None:
+        """Refuse shuffled unions: processes then have unequal shares of the remembered rows."""
+        super().check_splits()
+        if self.config.replay_batches == UNION:
+            raise TplError(
+                "The specialist of 'gd' has one loss for new images and one for remembered ones, and several processes "
+                "cannot share a shuffled union of both. Add --set replay_batches=balanced, or start one process."
+            )
 
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train a specialist, then the network with two teachers, then balance the head."""
