@@ -164,7 +164,7 @@ class TPLPlus(TPL):
         inputs, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
             self.expert = self._new_expert(inputs)
-        elif stored is not None and self._is_a_view(stored):
+        elif stored is not None:
             self._add_view(inputs, stored)
         if len(self.memory):  # it covers all classes: better data to choose the ridge on than the new task alone
             self.expert.learn_whole(
@@ -407,7 +407,8 @@ class TPLPlus(TPL):
         else:
             wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(self.config.passes)
         queried = torch.zeros_like(wanted).scatter(1, order, wanted)
-        queried[:, list(self._view_tasks)] = True
+        for task in self._view_tasks:
+            queried[:, task] = True
         return queried
 
     # Unknown scores, from the queried tasks alone

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tpl.bench.bounds import trained_to_the_end
 from tpl.bench.paper import QUANTITIES, Printed, Row
 from tpl.bench.paper.evidence import Run, RunGroup, amount, fits, groups
 from tpl.bench.paper.recipes import UNDECLARED, Recipe, differing, find_recipe, load_recipes, paper_orders
@@ -169,8 +170,8 @@ def _by_recipe(
         found += candidates[:1]
         if any(key.startswith("forgetting_") for key in row.values):
             bound = replace(part, method=JOINT, options={})
-            bounds = [run for run in runs if fits(run, bound, {}, question.orders) and _follows(run, recipe)]
-            joint += groups(bounds)[:1]
+            bounds = [run for run in runs if fits(run, bound, {}, question.orders)]
+            joint += groups(run for run in bounds if trained_to_the_end(run.description))[:1]
     name = recipe.name if recipe else UNDECLARED
     complete = len(found) == len(row.parts())
     against = [run for group in joint for run in group.runs]
@@ -226,7 +227,7 @@ def _reason(row: Row, found: Sequence[RunGroup], complete: bool, recipe: str | N
     """Why there is no evidence."""
     if complete:
         return "the runs found lack a quantity" + (
-            f" (forgetting needs {JOINT} runs over the same tasks, by the same recipe)"
+            f" (forgetting needs {JOINT} runs over the same tasks, trained to the end)"
             if row.table == "forgetting"
             else ""
         )
