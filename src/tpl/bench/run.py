@@ -218,8 +218,7 @@ class OpenRun:
         content["seconds_evaluation"] = time.perf_counter() - started
         content["memory_images"] = len(method.memory) if method.memory else 0
         content["memory_bytes"] = method.memory_bytes
-        content["parameters"] = method.parameters()
-        content["network_bytes"] = method.network_bytes()
+        content["parameters"], content["network_bytes"] = method.size()
         content["capacity"] = method.capacity()
         content["weighting"] = method.weighting()
         content["covariance_estimators"] = method.covariance_estimators()

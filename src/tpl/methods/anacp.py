@@ -39,10 +39,9 @@ from tpl.methods.parts.first_task import (
     ClosedFormMethod,
     FirstTaskConfig,
     best_temperature,
-    mirrored,
-    random_width,
 )
-from tpl.scores.distances import ClassStatistics, in_blocks, packed, unpacked, without_row
+from tpl.methods.parts.ridge import features_for
+from tpl.scores.distances import ClassStatistics, in_blocks, mirror, packed, unpacked, without_row
 from tpl.store import under_prefix
 
 PUBLISHED = 5000  # random features
@@ -106,7 +105,7 @@ class Projection:
             z = self.hidden(part)
             self.gram += z.T @ z
             self.sums += z.T @ F.one_hot(labels, classes).double()
-        self.gram = mirrored(self.gram)
+        mirror(self.gram)
 
     def solve(self, targets: Tensor, ridge: float) -> None:
         """Compute theta for targets `[classes, dim]`."""
@@ -144,7 +143,7 @@ class ContrastiveClassifier:
         """Add samples; the result is the same as if all had come at once, up to the draws."""
         x = F.normalize(z.double(), dim=1)
         statistics = self.statistics.add(x, y)
-        self.statistics = statistics._replace(scatter=mirrored(statistics.scatter))
+        self.statistics = statistics._replace(scatter=mirror(statistics.scatter))
         for head in self.heads:
             head.add(x, y, len(statistics.counts))
         self._solve()
@@ -230,7 +229,7 @@ class AnaCP(ClosedFormMethod):
 
     def new_classifier(self, z: Tensor) -> ContrastiveClassifier:
         """A classifier whose number of random features suits the first task."""
-        shape = z.shape[1], random_width(self.config.random_features, len(z), PUBLISHED)
+        shape = z.shape[1], self.config.random_features or features_for(len(z), PUBLISHED)
         purposes = [f"projection {h}" for h in range(self.config.heads)] + ["classifier"]
         *randoms, outer = (torch.randn(shape, generator=self.generator(purpose)).to(z.device) for purpose in purposes)
         return ContrastiveClassifier(randoms, outer, self.config, self.draw_generator)

@@ -25,26 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.cosine import CosineHeadMethod, cosines
-from tpl.methods.parts.network import NetworkConfig
+from tpl.methods.parts.network import CosineScheduleConfig
 from tpl.nets import Encoder
 from tpl.stream import Task
 
 
 @dataclass(frozen=True)
-class APERConfig(NetworkConfig):
+class APERConfig(CosineScheduleConfig):
     """APER's options; all of them matter for the first task alone."""
-
-    schedule: str = option(
-        "cosine",
-        "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
-        ("constant", "cosine"),
-        group="training",
-    )
-    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
 
 
 @register

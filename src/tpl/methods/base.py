@@ -211,18 +211,19 @@ class Method(ABC):
 
         The scatter behind a whitening matrix is redundant, and held-out images only serve to calibrate.
         """
-        return sum(tensor.numel() for tensor in self._counted())
+        return self.size()[0]
 
     def network_bytes(self) -> int:
         """Size of these parameters, each in the precision that it is stored in."""
-        return sum(tensor.nbytes for tensor in self._counted())
+        return self.size()[1]
 
-    def _counted(self) -> Iterator[Tensor]:
-        """The tensors that count as parameters."""
-        yield from self.encoder.parameters()
+    def size(self) -> tuple[int, int]:
+        """`parameters` and `network_bytes` from one look at the state, which may take long to collect."""
         state = self.state()
-        for part in (state.shared, *state.tasks):
-            yield from (tensor for name, tensor in part.items() if not name.startswith(NOT_COUNTED))
+        parts = [part.items() for part in (state.shared, *state.tasks)]
+        kept = [tensor for part in parts for name, tensor in part if not name.startswith(NOT_COUNTED)]
+        counted = [*self.encoder.parameters(), *kept]
+        return sum(tensor.numel() for tensor in counted), sum(tensor.nbytes for tensor in counted)
 
     # What every method inherits
 

@@ -35,7 +35,7 @@ from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import owners, register
 from tpl.methods.parts.cosine import CosineHeadMethod, cosines
 from tpl.methods.parts.expansion import Extractor
-from tpl.methods.parts.network import Network, NetworkConfig
+from tpl.methods.parts.network import CosineScheduleConfig, Network
 from tpl.nets import Encoder
 from tpl.scores.distances import without_row
 from tpl.store import State
@@ -43,16 +43,9 @@ from tpl.stream import Task
 
 
 @dataclass(frozen=True)
-class EASEConfig(NetworkConfig):
+class EASEConfig(CosineScheduleConfig):
     """EASE's options, beside those of training and network."""
 
-    schedule: str = option(
-        "cosine",
-        "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
-        ("constant", "cosine"),
-        group="training",
-    )
-    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
     alpha: float = option(0.1, "weight of all other tasks' spaces together", minimum=0, group="classifier")
     donors: str = option(
         "later",

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.methods.base import register
-from tpl.methods.parts.first_task import ClosedFormMethod, FirstTaskConfig, mirrored, random_width
-from tpl.scores.distances import ClassStatistics, in_blocks, packed, unpacked
+from tpl.methods.parts.first_task import ClosedFormMethod, FirstTaskConfig
+from tpl.methods.parts.ridge import features_for
+from tpl.scores.distances import ClassStatistics, in_blocks, mirror, packed, unpacked
 from tpl.store import under_prefix
 
 PUBLISHED = 5000  # random features
@@ -81,7 +82,7 @@ class FourierAnalysis:
         found = self.statistics
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             found = found.add(self.hidden(part), labels)
-        self.take(found._replace(scatter=mirrored(found.scatter)))
+        self.take(found._replace(scatter=mirror(found.scatter)))
 
     def take(self, statistics: ClassStatistics) -> None:
         """Use these statistics, and solve for the classifier."""
@@ -156,7 +157,7 @@ class KLDA(ClosedFormMethod):
 
     def new_classifier(self, z: Tensor) -> Ensemble:
         """Analyses whose number of random features suits the first task."""
-        width = random_width(self.config.random_features, len(z), PUBLISHED)
+        width = self.config.random_features or features_for(len(z), PUBLISHED)
         generators = [self.generator(f"fourier {m}") for m in range(self.config.ensemble)]
         return Ensemble([FourierAnalysis.drawn(z.shape[1], width, self.config, g).to(z.device) for g in generators])
 

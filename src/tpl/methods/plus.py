@@ -22,7 +22,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.bank import ForwardPass, HeldOut, Outputs, Query, TaskModel, within_tasks
+from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
 from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
@@ -37,11 +37,6 @@ REMOVED = -1  # instead of a task's number: its model is in the expert alone
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
-# The parts of a prediction, by the options that switch the other one off.
-PARTS: dict[str, dict[str, Any]] = {
-    "expert": {"passes": NO_TASK, "calibration": "none"},  # of the bank, which does not count
-    "bank": {"passes": ALL, "expert_weighting": "fixed", "expert_weight": 0.0},
-}
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
@@ -159,7 +154,7 @@ class TPLPlus(TPL):
         """Finish the task as TPL does, then train the expert on it."""
         stored = self._stored_for_a_view()
         super().conclude(task, samples)
-        if self._is_a_view(stored):
+        if stored is not None or (self.expert is None and self.config.expert_views != ENCODER):
             self.views_.append(self.bank.tasks[-1])
         inputs, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
         if self.expert is None:
@@ -196,24 +191,20 @@ class TPLPlus(TPL):
             return None
         return Samples(self.memory.pixels(self.preprocess, self.compute.device), labels)
 
-    def _is_a_view(self, stored: Samples | None) -> bool:
-        """Whether the model that was just trained is a view of the expert; `stored`: see `_stored_for_a_view`."""
-        return stored is not None or (self.expert is None and self.config.expert_views != ENCODER)
-
     def _add_view(self, inputs: Tensor, stored: Samples) -> None:
-        """Add the newest model to the expert's views, whose input for the new task's images is `inputs`."""
-        assert self.expert is not None
-        known = self._normalised(self.common_features(stored.pixels))
-        mapped = self.expert.add_view(inputs, known, stored.labels, self.generator("view"))
-        self.held_ = [self._with_view(held, mapped) for held in self.held_]
+        """Add the newest model to the expert's views, whose input for the new task's images is `inputs`.
 
-    def _with_view(self, held: HeldOut, mapped: Tensor) -> HeldOut:
-        """Held-out images of an old task with the features under a new view, as `mapped` predicts them."""
-        assert self.expert is not None
-        if held.common is None or not len(held.labels):
-            return held
-        before = self.expert.hidden_before(self._normalised(held.common))
-        return held._replace(common=torch.cat([held.common, (before @ mapped).to(held.common)], dim=1))
+        The pixels of held-out images are gone: their features under the new view are predicted from the other views.
+        """
+        expert = self.expert
+        assert expert is not None
+        commons = {t: held.common for t, held in enumerate(self.held_) if held.common is not None}
+        hidden = {t: expert.hidden(self._normalised(common)) for t, common in commons.items()}
+        known = self._normalised(self.common_features(stored.pixels))
+        to_features = expert.add_view(inputs, known, stored.labels, self.generator("view"))
+        for t, common in commons.items():
+            joined = torch.cat([common, (hidden[t] @ to_features).to(common)], dim=1)
+            self.held_[t] = self.held_[t]._replace(common=joined)
 
     def hold_out(self, held: Samples) -> None:
         """Also fit the exponents of bank and expert."""
@@ -381,14 +372,10 @@ class TPLPlus(TPL):
 
     def parts(self, passes: Sequence[ForwardPass], answers: Answers) -> dict[str, Tensor]:
         """log P(class | image) by the expert alone and by the bank alone."""
-        trained, found = self.config, {}
-        try:
-            for name, changes in PARTS.items():
-                self.config = trained.replace(**changes)
-                found[name] = self.decide(passes, scores=answers.scores).log_p
-        finally:
-            self.config = trained
-        return found
+        joined = ForwardPass.joined(passes)
+        assert joined.common is not None
+        bank = self.log_probabilities_of(joined.outputs, answers.scores, joined.common)
+        return {"expert": self.expert_log_probabilities(joined.common), "bank": bank}
 
     def tasks_to_query(self, expert: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.

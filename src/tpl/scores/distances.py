@@ -110,6 +110,16 @@ def without_row(rows: Tensor, number: int) -> Tensor:
     return torch.cat([rows[:number], rows[number + 1 :]])
 
 
+def mirror(product: Tensor) -> Tensor:
+    """Copy the upper triangle of a product X^T X to the lower one, in place. Returns the matrix.
+
+    On some CPUs such a product is symmetric only up to rounding, and the upper triangle is what storage keeps.
+    """
+    product.triu_()
+    product += product.triu(1).mT
+    return product
+
+
 def packed(symmetric: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix as a vector: half the space."""
     rows, columns = torch.triu_indices(*symmetric.shape, device=symmetric.device)

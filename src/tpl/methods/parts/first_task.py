@@ -17,26 +17,18 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
-from tpl.methods.parts.network import NetworkConfig, NetworkMethod
+from tpl.methods.parts.network import CosineScheduleConfig, NetworkMethod
 from tpl.nets import Encoder
 from tpl.store import State, under_prefix
 from tpl.stream import Task
 
-SMALLEST = 1024  # random features of a small problem: fewer lose accuracy
 TEMPERATURES: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-48, 25))
 
 
 @dataclass(frozen=True)
-class FirstTaskConfig(NetworkConfig):
+class FirstTaskConfig(CosineScheduleConfig):
     """Options of a method that adapts the encoder to the first task; those of training matter for that task alone."""
 
-    schedule: str = option(
-        "cosine",
-        "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
-        ("constant", "cosine"),
-        group="training",
-    )
-    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
     adapt: str = option(
         "first",
         "first: adapters are trained on the first task, then frozen; none: the encoder as it is",
@@ -132,19 +124,6 @@ class ClosedFormMethod(NetworkMethod):
             super().load_state(State(network, state.tasks))
         own = {k: v.to(self.compute.device) for k, v in under_prefix(self.prefix, state.shared).items()}
         self.classifier = self.stored_classifier(own) if own else None
-
-
-def random_width(chosen: int, samples: int, published: int) -> int:
-    """The number of random features: as chosen, or (0) four times the first task's samples, within bounds."""
-    return chosen or min(max(4 * samples, SMALLEST), published)
-
-
-def mirrored(product: Tensor) -> Tensor:
-    """A symmetric matrix from the upper triangle of a product X^T X.
-
-    On some CPUs such a product is symmetric only up to rounding, and the upper triangle is what storage keeps.
-    """
-    return product.triu() + product.triu(1).mT
 
 
 def best_temperature(logits: Tensor, y: Tensor) -> float:

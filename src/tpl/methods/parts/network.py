@@ -30,6 +30,19 @@ class NetworkConfig(Recipe):
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels", group="encoder")
 
 
+@dataclass(frozen=True)
+class CosineScheduleConfig(NetworkConfig):
+    """The same for a method that was published with a falling rate and weight decay."""
+
+    schedule: str = option(
+        "cosine",
+        "constant: the rate stays; cosine: it falls to zero by the last step (as published)",
+        ("constant", "cosine"),
+        group="training",
+    )
+    weight_decay: float = option(5e-4, "weight decay of SGD", minimum=0, group="training")
+
+
 def new_rows(outputs: int, dim: int, generator: torch.Generator) -> Tensor:
     """Initial head weights, distributed like those of torch's own linear layer."""
     return torch.empty(outputs, dim).uniform_(-(dim**-0.5), dim**-0.5, generator=generator)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import Config, option
-from tpl.scores.distances import in_blocks
+from tpl.scores.distances import in_blocks, mirror, packed, unpacked
 
 BLOCK = 2048  # samples projected at a time
 SMALLEST, LARGEST = 1024, 10_000  # random features: with fewer, small problems lose points and large ones stay small
@@ -116,11 +116,6 @@ class RandomRidge:
         views = z.double()[:, : sum(self.dims)].split(self.dims, dim=1)
         return torch.cat([_random_features(*pair) for pair in zip(views, self.projections, strict=True)], dim=1)
 
-    def hidden_before(self, z: Tensor) -> Tensor:
-        """`hidden` without the newest view, from the features of the views before it."""
-        views = z.double().split(self.dims[:-1], dim=1)
-        return torch.cat([_random_features(*pair) for pair in zip(views, self.projections[:-1], strict=True)], dim=1)
-
     @property
     def dims(self) -> list[int]:
         """Size of every view's features."""
@@ -162,7 +157,7 @@ class RandomRidge:
             h = self.hidden(part)
             self.gram += h.T @ h
             self.sums += h.T @ F.one_hot(labels, self.classes).double()
-        _mirror(self.gram)
+        mirror(self.gram)
 
     def add_view(self, z: Tensor, stored: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Add a view; its sums over old samples are estimated.
@@ -184,8 +179,11 @@ class RandomRidge:
             there = slice(1 - half, None, 2)
             partial = _ridge_map(torch.cat([hidden, kept[there]]), torch.cat([fresh, exact[there]]))
             residuals[half::2] = exact[half::2] - kept[half::2] @ partial
-        known, target = torch.cat([hidden, kept]), torch.cat([fresh, exact])
-        mapped = _ridge_map(known, target)
+        features = torch.cat([z[:, -new:], stored[:, -new:]]).double()
+        targets = torch.cat([torch.cat([fresh, exact]), features], dim=1)
+        mapped: Tensor
+        to_features: Tensor
+        mapped, to_features = _ridge_map(torch.cat([hidden, kept]), targets).split([fresh.shape[1], new], dim=1)
         own = F.one_hot(labels, self.classes).double()
         shown = own.sum(dim=0)
         rest = (self.counts - shown).clamp_min(0)
@@ -197,8 +195,8 @@ class RandomRidge:
         self.sums = torch.cat([self.sums, exact.T @ own + mapped.T @ sums + typical * rest])
         self.gram = torch.cat([torch.cat([self.gram, cross], dim=1), torch.cat([cross.T, corner], dim=1)])
         self.projections.append(projection)
-        _mirror(self.gram)
-        return _ridge_map(known, torch.cat([z[:, -new:], stored[:, -new:]]).double())
+        mirror(self.gram)
+        return to_features
 
     def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
         """Set the ridge strength and temperature that fit these samples best. Returns the classifier found with them.
@@ -294,9 +292,8 @@ class RandomRidge:
 
     def state(self) -> dict[str, Tensor]:
         """All tensors, the Gram matrix as one triangle; with the classifier, since solving for it takes long."""
-        rows, columns = torch.triu_indices(*self.gram.shape, device=self.gram.device)
         chosen = [self.strength, self.temperature]
-        sums = {"gram": self.gram[rows, columns], "sums": self.sums, "counts": self.counts}
+        sums = {"gram": packed(self.gram), "sums": self.sums, "counts": self.counts}
         drawn = {f"projection.{i}": each for i, each in enumerate(self.projections[1:], start=1)}
         return (
             drawn
@@ -313,9 +310,7 @@ class RandomRidge:
         """The classifier that `state` came from."""
         later = [f"projection.{i}" for i in range(1, len(state)) if f"projection.{i}" in state]
         ridge = cls([state["projection"], *(state[name] for name in later)], config)
-        rows, columns = torch.triu_indices(*ridge.gram.shape, device=ridge.gram.device)
-        ridge.gram[rows, columns] = state["gram"]
-        _mirror(ridge.gram)
+        ridge.gram = unpacked(state["gram"], len(ridge.gram))
         ridge.sums, ridge.weights = state["sums"], state["weights"]
         ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
         ridge.strength, ridge.temperature = state["chosen"].tolist()[:2]  # some versions kept more
@@ -348,15 +343,6 @@ def _ridge_map(x: Tensor, y: Tensor) -> Tensor:
     system.diagonal().add_(penalty or 1.0)
     factor = torch.linalg.cholesky(system)
     return x.T @ torch.cholesky_solve(y, factor) if dual else torch.cholesky_solve(x.T @ y, factor)
-
-
-def _mirror(gram: Tensor) -> None:
-    """Copy the upper triangle of a matrix to the lower one.
-
-    On some CPUs a product X^T X is symmetric only up to rounding, and the upper triangle is what storage keeps.
-    """
-    gram.triu_()
-    gram += gram.triu(1).mT
 
 
 def _leave_one_out(predicted: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
