@@ -147,6 +147,7 @@ def test_the_expert_may_see_through_several_tasks(
     small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tpl.methods.plus.MOST_VIEWS", 2)
+    monkeypatch.setattr("tpl.methods.plus.MANY_IMAGES", 1)
     learner = Learner(
         "tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1, "memory": 64, "expert_views": "several"})
     )
@@ -179,8 +180,13 @@ def test_the_expert_may_see_through_several_tasks(
     assert differences(tensors_of(again), tensors_of(method)) == []
 
 
-def test_a_memory_too_small_for_a_view_adds_none(small_stream: Stream) -> None:
-    choices = OPTIONS | {"epochs": 1, "expert_views": "several", "memory": 4}
+@pytest.mark.parametrize(("images", "memory"), [(1, 4), (1000, 64)])
+def test_too_few_images_for_a_view_add_none(
+    small_stream: Stream, monkeypatch: pytest.MonkeyPatch, images: int, memory: int
+) -> None:
+    """Too few of old classes in the memory, or too few of the first task."""
+    monkeypatch.setattr("tpl.methods.plus.MANY_IMAGES", images)
+    choices = OPTIONS | {"epochs": 1, "expert_views": "several", "memory": memory}
     learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **choices)
     for task in small_stream[:2]:
         learner.learn(task)

@@ -39,6 +39,7 @@ VIEW = "view."
 BALANCE = "balance."
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
+MANY_IMAGES = 1000  # of the first task: with fewer, more views than the first bring nothing (digits, docs/beyond.md)
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
 
@@ -46,15 +47,21 @@ NEVER = -1e4  # log-probability of a class whose task was not queried: below any
 class PlusConfig(RidgeConfig, TPLConfig):
     """TPL's options, and those of the global expert."""
 
+    others: str = option(
+        "per_class",
+        "outputs for replayed images: one for each of their classes; single: one for all (tpl)",
+        ("per_class", "single"),
+        group="training",
+    )
     expert_views: str = option(
-        FIRST,
+        SEVERAL,
         "the expert's input: the encoder's own features; also those under the first task's model (first), or under the "
-        "first few tasks' models (several), while the memory holds enough images of every class",
+        "first few tasks' models (several), if the first task has 1000 images, and while the memory holds enough",
         (ENCODER, FIRST, SEVERAL),
         group="expert",
     )
     expert_weight: float = option(
-        2.0,
+        4.0,
         "w, the exponent of the expert's probabilities if it is not fitted; 0 is TPL alone",
         minimum=0,
         group="expert",
@@ -169,7 +176,8 @@ class TPLPlus(TPL):
             self.expert.learn(inputs, numbers, self.generator("held out"))
 
     def _new_expert(self, inputs: Tensor) -> RandomRidge:
-        if self.config.expert_views != SEVERAL or not self.memory_budget:  # then there will be no other view
+        more = self.config.expert_views == SEVERAL and self.memory_budget and len(inputs) >= MANY_IMAGES
+        if not more:  # one projection of everything, since there will be no other view
             return RandomRidge.drawn_for(inputs, self.config, self.generator("projection"))
         views = inputs.split(self.encoder.dim, dim=1)
         return RandomRidge.drawn_for_views(views, self.config, self.generator("projection"))
@@ -181,7 +189,7 @@ class TPLPlus(TPL):
         view's sums over old images.
         """
         learned = len(self.task_classes_) + self.removed_tasks
-        if self.config.expert_views != SEVERAL or self.expert is None or not len(self.memory):
+        if self.expert is None or len(self.expert.projections) == 1 or not len(self.memory):
             return None
         if len(self.views_) != learned or learned >= MOST_VIEWS:
             return None
