@@ -211,7 +211,7 @@ def views_of(z: torch.Tensor) -> torch.Tensor:
 
 def several(z: torch.Tensor) -> RandomRidge:
     config = RidgeConfig(random_features=256, logit_adjustment=False)
-    return RandomRidge.drawn_for_views(z[:, :20].split(10, dim=1), config, torch.Generator().manual_seed(1))
+    return RandomRidge.drawn_for_views(z[:, :20].split(10, dim=1), config, torch.Generator().manual_seed(1), 4)
 
 
 def with_late_view(stored: int) -> tuple[RandomRidge, RandomRidge, torch.Tensor]:

@@ -37,6 +37,7 @@ REMOVED = -1  # instead of a task's number: its model is in the expert alone
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
+SHARED = 4  # views that share the random features, the encoder among them; a further one has as many as each of these
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
 MANY_IMAGES = 1000  # of the first task: with fewer, more views than the first bring nothing (digits, docs/beyond.md)
@@ -176,11 +177,12 @@ class TPLPlus(TPL):
             self.expert.learn(inputs, numbers, self.generator("held out"))
 
     def _new_expert(self, inputs: Tensor) -> RandomRidge:
-        more = self.config.expert_views == SEVERAL and self.memory_budget and len(inputs) >= MANY_IMAGES
-        if not more:  # one projection of everything, since there will be no other view
-            return RandomRidge.drawn_for(inputs, self.config, self.generator("projection"))
+        generator = self.generator("projection")
+        if len(inputs) < MANY_IMAGES or self.config.expert_views == ENCODER:
+            return RandomRidge.drawn_for(inputs, self.config, generator)
+        more = self.config.expert_views == SEVERAL and self.memory_budget > 0
         views = inputs.split(self.encoder.dim, dim=1)
-        return RandomRidge.drawn_for_views(views, self.config, self.generator("projection"))
+        return RandomRidge.drawn_for_views(views, self.config, generator, SHARED if more else len(views))
 
     def _stored_for_a_view(self) -> Samples | None:
         """The memory before a new task, if its model can become one more view; None if not.
@@ -189,7 +191,9 @@ class TPLPlus(TPL):
         view's sums over old images.
         """
         learned = len(self.task_classes_) + self.removed_tasks
-        if self.expert is None or len(self.expert.projections) == 1 or not len(self.memory):
+        if self.config.expert_views != SEVERAL or self.expert is None or not len(self.memory):
+            return None
+        if len(self.expert.projections) == 1:  # one projection of everything, which no view can be added to
             return None
         if len(self.views_) != learned or learned >= MOST_VIEWS:
             return None

@@ -31,7 +31,6 @@ HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
 STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
-VIEWS = 4  # that share `random_features`; a fifth view has as many as each of these
 # Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond.md.
 MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
 SHRINKAGE = 10  # stored samples of a class at which half of their mean residual is believed
@@ -43,7 +42,7 @@ class RidgeConfig(Config):
 
     random_features: int = option(
         0,
-        "random features; 0: by the first task's size, 10 000 at most (20 000 for several views)",
+        "random features; 0: by the first task's size, at most 10 000, or 20 000 where each view has its own",
         minimum=0,
         group="ridge classifier",
     )
@@ -101,9 +100,11 @@ class RandomRidge:
         return cls([torch.randn(z.shape[1], width, generator=generator).to(z.device)], config)
 
     @classmethod
-    def drawn_for_views(cls, views: Sequence[Tensor], config: RidgeConfig, generator: torch.Generator) -> Self:
-        """The same with a projection for each of the views, in a width that leaves room for later ones."""
-        width = -(-(config.random_features or features_for(len(views[0]), 2 * LARGEST)) // VIEWS)
+    def drawn_for_views(
+        cls, views: Sequence[Tensor], config: RidgeConfig, generator: torch.Generator, share: int
+    ) -> Self:
+        """The same with a projection for each view, a part of all random features: `share` views are to have them."""
+        width = -(-(config.random_features or features_for(len(views[0]), 2 * LARGEST)) // share)
         return cls([_orthogonal(z.shape[1], width, generator).to(z.device) for z in views], config)
 
     @property
