@@ -92,7 +92,7 @@ class Learner:
         return self.method.capacity()
 
     def facts(self) -> dict[str, Any]:
-        """What `tpl show` tells beside tasks and encoder; `save` stores it, so that nobody must load a model to know it.
+        """What `tpl show` tells beside tasks and encoder; `save` stores it, so that no model must be loaded for it.
 
         `smallest_reject` is `rejection_floor`.
         """

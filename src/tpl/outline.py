@@ -1,9 +1,10 @@
 """Modules of the package as outlines: their classes, options and texts, without the libraries they compute with.
 
-torch takes seconds to import, and `tpl list`, `tpl describe` and the check of an option need none of it: names, summaries,
-defaults and choices are plain values. `outline("tpl.methods.tpl")` runs that module's own code with a stand-in for every
-library that is not Python's own, so what is read here is what the module says, and nothing is written down twice.
-Nothing in an outline can compute: only class attributes and the fields of `Config`s are of use.
+torch takes seconds to import, and `tpl list`, `tpl describe` and the check of an option need none of it: names,
+summaries, defaults and choices are plain values. `outline("tpl.methods.tpl")` runs that module's own code with a
+stand-in for every library that is not Python's own, so what is read here is what the module says, and nothing is
+written down twice. Only plain values are of use in an outline: class attributes, the fields of `Config`s, checks of
+options. Whatever touches a stand-in is meaningless.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StandIn:
         return self
 
     def __call__(self, *_: Any, **__: Any) -> StandIn:
+        """As a decorator, a class or a function."""
         return self
 
     def __getitem__(self, _: Any) -> StandIn:

@@ -33,6 +33,22 @@ MISTAKES = [
     (["suite", "wrong.toml"], "no method 'nope'"),
     (["ood-study", "nope"], "no benchmark 'nope'"),
     (["describe", "nope"], "no method 'nope'"),
+    (["run", "digits-5t", "--set", "nope=1"], "no option 'nope' here"),
+    (["run", "digits-5t", "--set", "k=many"], "k must be a int; got 'many'"),
+    (["run", "digits-5t", "--lr", "-1"], "lr must be above 0"),
+    (["run", "c100-10t", "--encoder", "compact"], "'compact' was pre-trained on cifar100"),
+    *(
+        [[command, "absent", *rest], "absent holds no model"]
+        for command, *rest in (
+            ["show"],
+            ["predict", "1.png"],
+            ["evaluate", "."],
+            ["rename", "a", "b"],
+            ["remove", "a", "--yes"],
+            ["export", "model.onnx"],
+            ["serve"],
+        )
+    ),
 ]
 PROGRAM = """
 import json, sys

@@ -37,6 +37,7 @@ from tpl.cli.options import (
     Track,
     Validation,
     Weights,
+    check_settings,
     class_orders,
     class_sizes,
     method_names,
@@ -167,6 +168,29 @@ def run(
     from tpl.bench.benchmarks import find_benchmark
 
     find_benchmark(benchmark)
+    settings: list[dict[str, Any]] = [
+        {
+            "benchmark": benchmark,
+            "method": name,
+            "encoder": encoder or "",
+            "weights": weights,
+            "data": data,
+            "download": download,
+            "order": each,
+            "seed": seed,
+            "per_task": class_sizes(per_task),
+            "tasks": tasks,
+            "validation": validation,
+            "held_out": held_out or 0.0,
+            "device": device,
+            "precision": precision,
+            "compile": compile,
+            "options": overrides(epochs, lr, memory, set_, protect=protect),
+            "accept_contaminated_encoder": accept_contaminated_encoder,
+        }
+        for name, each in pairs
+    ]
+    check_settings(settings)
     from tpl.bench.bounds import BOUNDS, is_bound
     from tpl.bench.results import RunResult
     from tpl.bench.run import execute_together
@@ -174,28 +198,7 @@ def run(
     from tpl.console import run_progress
     from tpl.engine import joined
 
-    specs = [
-        RunSpec(
-            benchmark,
-            name,
-            encoder or "",
-            weights,
-            data,
-            download,
-            each,
-            seed,
-            per_task=class_sizes(per_task),
-            tasks=tasks,
-            validation=validation,
-            held_out=held_out or 0.0,
-            device=device,
-            precision=precision,
-            compile=compile,
-            options=overrides(epochs, lr, memory, set_, protect=protect),
-            accept_contaminated_encoder=accept_contaminated_encoder,
-        )
-        for name, each in pairs
-    ]
+    specs = [RunSpec(**each) for each in settings]
     folder = directory or Path("runs")
     places = [directory] if directory and len(specs) == 1 else [folder / spec.directory_name() for spec in specs]
     bounds = {str(place): RunResult.read(place) for place in against or ()}

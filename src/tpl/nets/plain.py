@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention of all tokens `[n, tokens, dim]` to all tokens."""
-        count, tokens, dim = x.shape
+        count, tokens, _ = x.shape
         query, key, value = self.qkv(x).view(count, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         out: Tensor = self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape))
         return out
@@ -61,7 +61,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens `[n, tokens, dim]` of the next block."""
         x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class PlainViT(nn.Module):
@@ -101,7 +102,7 @@ class PlainViT(nn.Module):
         return self.forward_head(self.forward_features(images))
 
 
-def of_timm(name: str) -> tuple[type[Any], ...]:
+def of_timm(name: str) -> tuple[Any, ...]:
     """timm's class of that name in a ViT; none while timm is not imported, since no network of it can exist then."""
     module = sys.modules.get("timm.models.vision_transformer")
     return () if module is None else (getattr(module, name),)

@@ -218,7 +218,8 @@ class TransposedTrunk:
 def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
     embed = vit.patch_embed
-    as_product = images.is_cuda and images.dtype != torch.float32 and type(embed) in of_timm("PatchEmbed") and embed.flatten
+    half = images.is_cuda and images.dtype != torch.float32
+    as_product = half and type(embed) in of_timm("PatchEmbed") and embed.flatten
     if not as_product or embed.proj.kernel_size != embed.proj.stride or images.shape[-2:] != embed.img_size:
         embedded: Tensor = embed(images)
         return embedded
@@ -249,12 +250,14 @@ def hash_tensors(state: dict[str, Tensor]) -> str:
 def _check_supported(vit: VisionTransformer, name: str) -> None:
     """Refuse a network without timm's standard pre-norm blocks, which adapters need."""
     for block in vit.blocks:
-        standard = isinstance(block, (Block, *of_timm("Block"))) and all(
+        kinds: tuple[Any, ...] = (Block, *of_timm("Block"))
+        standard = isinstance(block, kinds) and all(
             isinstance(n, nn.LayerNorm) and n.elementwise_affine for n in (block.norm1, block.norm2)
         )
         if not standard:
             raise TplError(f"'{name}' has {type(block).__name__} blocks; adapters need timm's pre-norm ViT block.")
-    if type(vit).forward_head not in [kind.forward_head for kind in (PlainViT, *of_timm("VisionTransformer"))]:
+    networks: tuple[Any, ...] = (PlainViT, *of_timm("VisionTransformer"))
+    if type(vit).forward_head not in [network.forward_head for network in networks]:
         raise TplError(f"'{name}' has a non-standard head ({type(vit).__name__}); choose a plain ViT or DeiT.")
     if vit.attn_pool is not None:
         raise TplError(f"'{name}' pools by attention, which no task can adapt; choose a ViT with a class token.")
