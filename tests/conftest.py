@@ -13,6 +13,7 @@ import small_encoder  # noqa: F401 (timm knows it from now on)
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
+os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
 
 
 # Modules of 15 seconds and more. A module is the work of one process: begun last, a long one would leave others idle.

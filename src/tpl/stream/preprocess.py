@@ -53,6 +53,7 @@ class Preprocess:
         self._geometries: dict[tuple[int, int, torch.device], Geometry | None] = {}
         self._lock = threading.Lock()
         self._resize, self._crop = evaluation_steps(config)
+        self._steps = f"{self._resize} {self._crop}"  # names them in a cache
 
     @property
     def bytes_per_image(self) -> int:
@@ -127,10 +128,15 @@ class Preprocess:
             geometry = self._geometry(block.shape[2], block.shape[1], resizer) if block is not None else None
             if block is not None and geometry is not None:
                 return block, geometry
+        known = [images.recall(index, self._steps) for index in chunk]
+        if all(pixels is not None and pixels.shape == (3, self.height, self.width) for pixels in known):
+            return np.stack([pixels for pixels in known if pixels is not None]), None
         loaded: list[Image.Image] = []  # of one small size while `waiting`; else resized and cropped
+        sizes: list[bool] = []  # whether each image is larger than what becomes of it
         waiting = resizer is not None
         for index in chunk:
             image = to_rgb(images.load(index))
+            sizes.append(image.width * image.height > self.width * self.height)
             if waiting and not (self._small(image) and image.size == (loaded or [image])[0].size):
                 waiting = False
                 loaded = [self._cropped(early, images, i) for early, i in zip(loaded, chunk, strict=False)]
@@ -141,6 +147,9 @@ class Preprocess:
         finished = np.empty((len(chunk), 3, self.height, self.width), dtype=np.uint8)
         for row, image, index in zip(finished, loaded, chunk, strict=True):
             row[:] = np.asarray(self._cropped(image, images, index) if waiting else image).transpose(2, 0, 1)
+        for row, index, large in zip(finished, chunk, sizes, strict=True):
+            if large:
+                images.remember(index, self._steps, row)
         return finished, None
 
     def _cropped(self, image: Image.Image, images: ImageSet, index: int) -> Image.Image:
