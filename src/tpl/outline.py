@@ -30,21 +30,19 @@ class StandIn:
     """Takes the place of a library and of everything in it: a base class, a decorator, a type or a default value."""
 
     def __getattr__(self, name: str) -> StandIn:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)  # Python itself looks for these
         return self
 
     def __call__(self, *_: Any, **__: Any) -> StandIn:
         """As a decorator, a class or a function."""
         return self
 
-    def __getitem__(self, _: Any) -> StandIn:
+    def _same(self, *_: Any) -> StandIn:
         return self
 
-    def __or__(self, _: Any) -> StandIn:
-        return self
-
-    __ror__ = __or__
+    __getitem__ = __or__ = __ror__ = __add__ = __radd__ = __sub__ = __rsub__ = _same
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = _same
 
     def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
         return ()  # as a base class: none
@@ -54,7 +52,14 @@ _STAND_IN: Any = StandIn()
 
 
 def outline(name: str) -> ModuleType:
-    """A module of the package, by its full name, as an outline."""
+    """A module of the package, by its full name, as an outline; as it is, if it cannot do without its libraries."""
+    try:
+        return _outlined(name)
+    except (TypeError, ValueError, AttributeError, LookupError, ImportError):
+        return importlib.import_module(name)
+
+
+def _outlined(name: str) -> ModuleType:
     known = sys.modules.get(_PREFIX + name)
     if known is not None:
         return known
@@ -76,9 +81,12 @@ def outline(name: str) -> ModuleType:
 @cache
 def method_outlines() -> Mapping[str, Any]:
     """The outlines of all methods by name, sorted: classes with their texts and their `config_class`."""
-    for file in sorted((_ROOT / "methods").glob("*.py")):
-        outline(f"{_PACKAGE}.methods.{file.stem}" if file.stem != "__init__" else f"{_PACKAGE}.methods")
-    return dict(sorted(outline(f"{_PACKAGE}.methods.base").METHODS.items()))
+    registers = [outline(f"{_PACKAGE}.methods.base").METHODS]
+    for file in (_ROOT / "methods").glob("[!_]*.py"):
+        module = outline(f"{_PACKAGE}.methods.{file.stem}")
+        if not module.__name__.startswith(_PREFIX):  # it has registered its methods among those as they are
+            registers = [importlib.import_module(f"{_PACKAGE}.methods.base").METHODS, *registers]
+    return dict(sorted({name: method for known in registers for name, method in known.items()}.items()))
 
 
 def _import(
@@ -94,10 +102,10 @@ def _import(
         return importlib.__import__(name, globals, locals, fromlist or (), level)
     if top != _PACKAGE:
         return _STAND_IN
-    module = outline(name)
+    module = _outlined(name)
     for part in fromlist or ():
         if not hasattr(module, part) and _file_of(f"{name}.{part}").is_file():
-            setattr(module, part, outline(f"{name}.{part}"))
+            setattr(module, part, _outlined(f"{name}.{part}"))
     return module
 
 

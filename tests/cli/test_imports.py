@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import tpl
 from pictures import photos
 from tpl import cli
 from tpl.methods import load_methods
@@ -116,3 +119,33 @@ def test_an_outline_computes_nothing_and_leaves_the_package_alone() -> None:
         outline("tpl.methods.absent")
     with pytest.raises(FileNotFoundError):  # no half-made outline is left behind
         outline("tpl.methods.absent")
+
+
+ODD = '''"""A method whose file computes something at once."""
+
+import torch
+
+from tpl.methods.base import register
+from tpl.methods.replay import Replay
+
+ROWS = list(range(int(torch.ones(3).sum())))
+
+
+@register
+class Odd(Replay):
+    name = "odd"
+'''
+
+
+def test_a_module_that_computes_at_once_is_imported(tmp_path: Path) -> None:
+    """Its method is listed all the same, only later."""
+    package = tmp_path / "tpl"
+    shutil.copytree(Path(tpl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "methods" / "odd.py").write_text(ODD, encoding="utf-8")
+    listing = [sys.executable, "-m", "tpl", "list", "--json"]
+    listed = subprocess.run(
+        listing, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
+    assert listed.returncode == 0, listed.stderr
+    names = [method["name"] for method in json.loads(listed.stdout)["methods"]]
+    assert "odd" in names and names == sorted({*method_outlines(), "odd"})

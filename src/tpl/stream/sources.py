@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpl.errors import DataError
+from tpl.files import cache_folder
 from tpl.stream.disk_cache import image_cache
 from tpl.stream.folders import (
     LAYOUTS,
@@ -67,7 +68,7 @@ def load_source(name: str, root: Path | None = None, download: bool = False) -> 
 
 def download_root() -> Path:
     """The folder downloads go to when none is named: tpl/data in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpl" / "data"
+    return cache_folder() / "data"
 
 
 def _digits() -> Source:
