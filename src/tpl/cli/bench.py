@@ -69,7 +69,8 @@ def demo(
     """
     from tpl.bench.demo import run_demo
     from tpl.console import run_progress
-    from tpl.report import Findings, FoundRun, rich_table, summary_rows, write_page
+    from tpl.report import Findings, FoundRun, rich_table, summary_rows
+    from tpl.report.page import write_page
 
     try:
         with run_progress(err, as_json) as progress:
