@@ -41,6 +41,7 @@ class StandIn:
     def _same(self, *_: Any) -> StandIn:
         return self
 
+    __iter__ = None  # not to be taken for an endless sequence
     __getitem__ = __or__ = __ror__ = __add__ = __radd__ = __sub__ = __rsub__ = _same
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = _same
 

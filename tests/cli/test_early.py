@@ -18,6 +18,7 @@ from tpl.names import method_names, refuse_unknown
 
 MISTAKES = [
     (["run", "digits-5t", "--order", "X"], "class order 'X' is not understood"),
+    (["run", "digits-5t", "--order", "random:1,random:x"], "must be a whole number, 0 or more, not 'x'"),
     (["run", "digits-5t", "--order", "absent.json:1"], "no class-order file absent.json"),
     (["run", "digits-5t", "--method", "tpl,nope"], "no method 'nope'; there are afc, "),
     (["run", "nope"], "no benchmark 'nope'; there are digits-5t, "),

@@ -193,11 +193,8 @@ def assignments(texts: list[str]) -> dict[str, str]:
 def class_orders(text: str, to_run: bool = True) -> list[str]:
     """`natural,random:1` as a list of different class orders; `to_run`: each must be one that can be made here."""
     found = names(text, "Class orders", "natural,random:1")
-    if to_run:
-        from tpl.stream import check_order
-
-        for order in found:
-            check_order(order)
+    for order in found if to_run else ():
+        outline("tpl.stream.task").check_order(order)
     return found
 
 
