@@ -25,6 +25,8 @@ from tpl.cli.text import (
 )
 from tpl.errors import TplError
 
+FACTS = {"memory", "capacity", "weighting", "covariance_estimators", "smallest_reject"}  # of `Learner.facts`
+
 
 @app.command(rich_help_panel=MODELS)
 def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None:
@@ -133,13 +135,23 @@ def _confirmed(question: str) -> bool:
 def _about(model: Path, weights: Path | None) -> dict[str, Any]:
     """What `show` prints, for --json: from the header alone, without torch, if it has all of it."""
     from tpl.answers import TaskEntry
-    from tpl.store import ModelStore
+    from tpl.store import ModelStore, StoreError
 
-    header = ModelStore(model).header()
-    tasks = [TaskEntry.from_dict(task, t).record for t, task in enumerate(header["tasks"], start=1)]
+    store = ModelStore(model)
+    header = store.header()
+    try:
+        tasks = [TaskEntry.from_dict(task, t).record for t, task in enumerate(header["tasks"], start=1)]
+        method, encoder = header["method"], {key: header["encoder"][key] for key in ("name", "sha256")}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise StoreError(f"{store.header_file} is damaged ({error}); restore it from a backup.") from error
+    facts = header.get("facts")
+    if not isinstance(facts, dict) or facts.keys() != FACTS:  # of an earlier version
+        from tpl.learner import Learner
+
+        facts = Learner.load(model, weights, device="cpu").facts()
     return {
         "model": str(model),
-        "method": header["method"],
+        "method": method,
         "classes": [name for task in tasks for name in task.classes],
         "tasks": [
             {
@@ -153,13 +165,7 @@ def _about(model: Path, weights: Path | None) -> dict[str, Any]:
             }
             for task in tasks
         ],
-        "encoder": {key: header["encoder"][key] for key in ("name", "sha256")},
-        **(header["facts"] if "facts" in header else _facts(model, weights)),
+        "encoder": encoder,
+        **facts,
         "bytes": bytes_on_disk(model),
     }
-
-
-def _facts(model: Path, weights: Path | None) -> dict[str, Any]:
-    from tpl.learner import Learner
-
-    return Learner.load(model, weights, device="cpu").facts()
