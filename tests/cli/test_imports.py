@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 import tpl
 from pictures import photos
 from tpl import cli
+from tpl import outline as outline_module
 from tpl.methods import load_methods
 from tpl.methods.bank.protect import PROTECTIONS
 from tpl.methods.bank.techniques import TECHNIQUES
@@ -121,31 +120,14 @@ def test_an_outline_computes_nothing_and_leaves_the_package_alone() -> None:
         outline("tpl.methods.absent")
 
 
-ODD = '''"""A method whose file computes something at once."""
-
-import torch
-
-from tpl.methods.base import register
-from tpl.methods.replay import Replay
-
-ROWS = list(range(int(torch.ones(3).sum())))
-
-
-@register
-class Odd(Replay):
-    name = "odd"
-'''
-
-
-def test_a_module_that_computes_at_once_is_imported(tmp_path: Path) -> None:
-    """Its method is listed all the same, only later."""
-    package = tmp_path / "tpl"
-    shutil.copytree(Path(tpl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "methods" / "odd.py").write_text(ODD, encoding="utf-8")
-    listing = [sys.executable, "-m", "tpl", "list", "--json"]
-    listed = subprocess.run(
-        listing, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
-    )
-    assert listed.returncode == 0, listed.stderr
-    names = [method["name"] for method in json.loads(listed.stdout)["methods"]]
-    assert "odd" in names and names == sorted({*method_outlines(), "odd"})
+def test_a_module_that_computes_at_once_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is read all the same, only later."""
+    file = tmp_path / "odd.py"
+    file.write_text("import torch\n\nROWS = list(range(int(torch.ones(3).sum())))\nsummary = 'odd'\n", encoding="utf-8")
+    place = outline_module._file_of
+    monkeypatch.setattr(outline_module, "_file_of", lambda name: file if name == "tpl.odd" else place(name))
+    monkeypatch.setattr(tpl, "__path__", [*tpl.__path__, str(tmp_path)])
+    found = outline("tpl.odd")
+    assert found is sys.modules.pop("tpl.odd") and found.ROWS == [0, 1, 2] and found.summary == "odd"
+    with pytest.raises(TypeError):
+        list(StandIn())  # type: ignore[call-overload]
