@@ -19,6 +19,7 @@ import pickle
 import time
 import zipfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.layers import DropPath
+from timm.layers import DropPath, HybridEmbed
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_hybrid import ConvStem
 from torch import Tensor, nn
 
 from tpl.files import sha256_of
-from tpl.nets.compact import DATA_CONFIG, NAME, create_compact
+from tpl.nets.compact import CHANNELS, DATA_CONFIG, DEPTH, DIM, HEADS, NAME, STRIDES, create_compact
 
 CLASSES, SIDE, PAD, HELD_OUT, SPLIT_SEED, MAX_BYTES = 100, 32, 4, 50, 0, 6_000_000
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -103,6 +106,20 @@ def boxes(y: Tensor, x: Tensor, height: Tensor, width: Tensor) -> Tensor:
     return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
+def with_classifier() -> VisionTransformer:
+    """The network with timm's initial weights, dropped paths and a classifier, which the package does without."""
+    stem = ConvStem(depth=len(CHANNELS), channels=CHANNELS, stride=STRIDES, act_layer=nn.GELU)
+    return VisionTransformer(
+        img_size=SIDE,
+        patch_size=1,
+        embed_dim=DIM,
+        depth=DEPTH,
+        num_heads=HEADS,
+        num_classes=CLASSES,
+        embed_layer=partial(HybridEmbed, backbone=stem, proj=False),
+    )
+
+
 class Trainer:
     """One training step that never waits for the device; its inputs are `index` and `control`."""
 
@@ -112,7 +129,7 @@ class Trainer:
         self.images = torch.from_numpy(np.pad(train[0], pad, mode="reflect")).to(self.device)
         self.labels = torch.from_numpy(train[1]).to(self.device)
         self.mean, self.std = statistics(self.device)
-        self.model, self.ema = (self.place(create_compact(CLASSES)) for _ in range(2))
+        self.model, self.ema = (self.place(with_classifier()) for _ in range(2))
         self.ema.load_state_dict(self.model.state_dict())
         self.ema.eval()
         blocks: Any = self.model.blocks
@@ -307,7 +324,7 @@ def score_files(out: Path, val: Arrays, test: Arrays, device: torch.device) -> d
     """What the written file is worth: read back as a user would, in float32."""
     path = out / f"{NAME}.safetensors"
     trunk_state, head_state = load_file(path), load_file(out / f"{NAME}-head.safetensors")
-    trunk, full = create_compact().eval().to(device), create_compact(CLASSES).eval().to(device)
+    trunk, full = create_compact().eval().to(device), with_classifier().eval().to(device)
     trunk.load_state_dict(trunk_state)
     full.load_state_dict({**trunk_state, **head_state})
     size = path.stat().st_size

@@ -13,13 +13,14 @@ import small_encoder  # noqa: F401 (timm knows it from now on)
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
+os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
 
 
 # Modules of 15 seconds and more. A module is the work of one process: begun last, a long one would leave others idle.
 LONG = (
-    "test_devices", "test_common", "test_serve_learning", "test_export", "test_estimator", "test_serve_command",
-    "test_model_commands", "test_run", "test_suite", "test_crash", "test_ablate", "test_common_baselines", "test_cli",
-    "test_walkthrough", "test_scratch",
+    "test_devices", "test_common", "test_ray", "test_serve_learning", "test_export", "test_estimator",
+    "test_serve_command", "test_model_commands", "test_run", "test_suite", "test_crash", "test_ablate",
+    "test_common_baselines", "test_cli", "test_walkthrough", "test_scratch",
 )  # fmt: skip
 
 

@@ -8,6 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what can be made again: `tpl` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpl"
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, in hex."""
     with path.open("rb") as stream:

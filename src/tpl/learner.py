@@ -91,6 +91,22 @@ class Learner:
         """How full the network is: shares of units in use and of adapter weights frozen; None if it has no limit."""
         return self.method.capacity()
 
+    def facts(self) -> dict[str, Any]:
+        """What `tpl show` tells beside tasks and encoder; `save` stores it, so that no model must be loaded for it.
+
+        `smallest_reject` is `rejection_floor`.
+        """
+        method, memory = self.method, self.method.memory
+        images, budget = (len(memory), memory.budget) if memory is not None else (0, 0)
+        kind = getattr(method.config, "memory_kind", "images")
+        return {
+            "memory": {"kind": kind, "images": images, "budget": budget, "bytes": method.memory_bytes},
+            "capacity": self.capacity(),
+            "weighting": method.weighting(),
+            "covariance_estimators": method.covariance_estimators(),
+            "smallest_reject": method.rejection_floor() if self.classes_ else 1.0,
+        }
+
     def _task_entries(self) -> list[TaskEntry]:
         """One entry per task; with classes only, if the method was trained without the learner."""
         known = {entry.classes: entry for entry in self._entries}
@@ -391,6 +407,7 @@ class Learner:
             },
             "removed_tasks": method.removed_tasks,
             "tasks": [entry.to_dict() for entry in self._task_entries()],
+            "facts": self.facts(),
         }
 
 

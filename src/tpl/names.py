@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 
 from tpl.errors import TplError
+from tpl.outline import method_outlines
 
 
 def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
@@ -17,25 +15,6 @@ def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
         raise TplError(f"There is no {what} '{name}'; there are {', '.join(known)}.")
 
 
-@cache
 def method_names() -> tuple[str, ...]:
-    """The names of all methods of the package, sorted: parsed from their files, none of which is imported."""
-    files = (Path(__file__).parent / "methods").glob("*.py")
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    return tuple(sorted(name for tree in trees for node in tree.body for name in _registered(node)))
-
-
-def _registered(node: ast.stmt) -> list[str]:
-    """The value of `name = "..."` in a class with `@register`."""
-    marks = node.decorator_list if isinstance(node, ast.ClassDef) else []
-    if not isinstance(node, ast.ClassDef) or not any(isinstance(m, ast.Name) and m.id == "register" for m in marks):
-        return []
-    return [
-        str(line.value.value)
-        for line in node.body
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant) and _names(line.targets[0], "name")
-    ]
-
-
-def _names(target: ast.expr, name: str) -> bool:
-    return isinstance(target, ast.Name) and target.id == name
+    """The names of all methods of the package, sorted."""
+    return tuple(method_outlines())

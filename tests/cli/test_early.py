@@ -18,6 +18,7 @@ from tpl.names import method_names, refuse_unknown
 
 MISTAKES = [
     (["run", "digits-5t", "--order", "X"], "class order 'X' is not understood"),
+    (["run", "digits-5t", "--order", "random:1,random:x"], "must be a whole number, 0 or more, not 'x'"),
     (["run", "digits-5t", "--order", "absent.json:1"], "no class-order file absent.json"),
     (["run", "digits-5t", "--method", "tpl,nope"], "no method 'nope'; there are afc, "),
     (["run", "nope"], "no benchmark 'nope'; there are digits-5t, "),
@@ -33,6 +34,22 @@ MISTAKES = [
     (["suite", "wrong.toml"], "no method 'nope'"),
     (["ood-study", "nope"], "no benchmark 'nope'"),
     (["describe", "nope"], "no method 'nope'"),
+    (["run", "digits-5t", "--set", "nope=1"], "no option 'nope' here"),
+    (["run", "digits-5t", "--set", "k=many"], "k must be a int; got 'many'"),
+    (["run", "digits-5t", "--lr", "-1"], "lr must be above 0"),
+    (["run", "c100-10t", "--encoder", "compact"], "'compact' was pre-trained on cifar100"),
+    *(
+        [[command, "absent", *rest], "absent holds no model"]
+        for command, *rest in (
+            ["show"],
+            ["predict", "1.png"],
+            ["evaluate", "."],
+            ["rename", "a", "b"],
+            ["remove", "a", "--yes"],
+            ["export", "model.onnx"],
+            ["serve"],
+        )
+    ),
 ]
 PROGRAM = """
 import json, sys

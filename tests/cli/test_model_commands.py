@@ -398,6 +398,19 @@ def test_names_that_are_no_text_are_printed_and_read_back(model: Path, place: Pa
 # show, evaluate
 
 
+def test_show_loads_a_model_of_an_earlier_version_and_names_a_damaged_one(model: Path, tmp_path: Path) -> None:
+    older = shutil.copytree(model, tmp_path / "older")
+    header = json.loads((older / "model.json").read_text())
+    for facts in (None, {"memory": {}}, "none"):
+        changed = {key: value for key, value in header.items() if key != "facts"} | ({"facts": facts} if facts else {})
+        (older / "model.json").write_text(json.dumps(changed))
+        found, usual = ask("show", older), ask("show", model)
+        assert all(found[key] == usual[key] for key in usual if key not in ("model", "bytes"))
+    for key, value in (("tasks", [{"classes": 3}]), ("encoder", "compact")):
+        (older / "model.json").write_text(json.dumps(header | {key: value}))
+        assert "model.json is damaged" in str(call("show", older).exception)
+
+
 def test_show_tells_what_a_model_knows(model: Path, learned: dict[str, Any]) -> None:
     shown = ask("show", model)
     (task,) = shown["tasks"]

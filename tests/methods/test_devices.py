@@ -66,14 +66,17 @@ def new_learner(case: Case) -> Learner:
 def test_learns_recorded_as_plain_and_moves_house(
     case: Case, small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tasks, evaluated as in a run; by plain steps it is the same to the bit, and so is the saved model there."""
-    stream = Stream(small_stream[:2])
+    """Two tasks, evaluated as in a run; by plain steps it is the same to the bit, and so is the saved model there.
+
+    One task is enough for a technique, which keeps nothing from one task to the next.
+    """
+    stream = Stream(small_stream[: 1 if "technique" in case[1] else 2])
     images = stream[0].test
     assert images is not None
     with elsewhere(recording=True):
         learner, plain = new_learner(case), new_learner(case)
         evaluator = Evaluator(stream, learner.method)
-        for stage in range(2):
+        for stage in range(len(stream)):
             task = stream.union(stage) if learner.method.cumulative else stream[stage]
             learner.learn(task)
             assert evaluator.stage(stage).drift in (None, 0.0)

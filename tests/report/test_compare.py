@@ -9,8 +9,7 @@ from made_runs import LEVELS, found, in_order
 from scipy import stats
 
 from tpl.bench.results import RunResult
-from tpl.report import compare
-from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE, Comparison, comparison_table
+from tpl.report.compare import BETTER, NOISE, TOO_FEW, WORSE, Comparison, compare, comparison_table
 
 
 def moved(before: list[RunResult], now: list[RunResult]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
-from tpl.report import Findings, FoundRun, markdown, rich_table, summary_rows, write_page
+from tpl.report import Findings, FoundRun, markdown, rich_table, summary_rows
 from tpl.report.figures import Line, curves_svg, heatmap_svg, spread_labels
+from tpl.report.page import write_page
 from tpl.report.tables import results_table, to_latex
 
 VOID = {"meta", "br", "link", "img", "input"}

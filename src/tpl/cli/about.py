@@ -13,6 +13,8 @@ from rich.table import Table
 
 from tpl.cli.app import REFERENCE, app, out, print_json
 from tpl.cli.options import AsJson
+from tpl.names import refuse_unknown
+from tpl.outline import method_outlines, outline
 
 
 @app.command("list", rich_help_panel=REFERENCE)
@@ -21,20 +23,17 @@ def list_(as_json: AsJson = False) -> None:
 
     Example: `tpl list --json`
     """
-    from tpl.bench.benchmarks import BENCHMARKS
-    from tpl.methods import load_methods
-    from tpl.methods.bank.protect import PROTECTIONS
-    from tpl.methods.bank.techniques import TECHNIQUES
-    from tpl.nets import ENCODERS
-    from tpl.scores import SCORES
-
+    benchmarks = outline("tpl.bench.benchmarks").BENCHMARKS
+    scores = outline("tpl.scores").SCORES
+    techniques = outline("tpl.methods.bank.techniques").TECHNIQUES
+    protections = outline("tpl.methods.bank.protect").PROTECTIONS
     sections = {
-        "methods": {name: m.summary for name, m in sorted(load_methods().items())},
-        "benchmarks": {name: f"{b.summary}; encoder {b.encoder}" for name, b in BENCHMARKS.items()},
-        "encoders": ENCODERS,
-        "scores": {name: s.summary for name, s in SCORES.items()},
-        "techniques": {name: t.summary for name, t in TECHNIQUES.items()},
-        "protections": {name: p.summary for name, p in PROTECTIONS.items()},
+        "methods": {name: m.summary for name, m in method_outlines().items()},
+        "benchmarks": {name: f"{b.summary}; encoder {b.encoder}" for name, b in benchmarks.items()},
+        "encoders": outline("tpl.nets.weights").ENCODERS,
+        "scores": {name: s.summary for name, s in scores.items()},
+        "techniques": {name: t.summary for name, t in techniques.items()},
+        "protections": {name: p.summary for name, p in protections.items()},
     }
     if as_json:
         print_json({k: [{"name": n, "summary": s} for n, s in v.items()] for k, v in sections.items()})
@@ -55,12 +54,9 @@ def describe(
 
     Example: `tpl describe tpl`
     """
-    from tpl.names import method_names, refuse_unknown
-
-    refuse_unknown("method", method, method_names())
-    from tpl.methods import find_method
-
-    found = find_method(method)
+    methods = method_outlines()
+    refuse_unknown("method", method, methods)
+    found = methods[method]
     fields = [
         {
             "name": f.name,

@@ -37,6 +37,7 @@ from tpl.cli.options import (
     Track,
     Validation,
     Weights,
+    check_settings,
     class_orders,
     class_sizes,
     method_names,
@@ -68,7 +69,8 @@ def demo(
     """
     from tpl.bench.demo import run_demo
     from tpl.console import run_progress
-    from tpl.report import Findings, FoundRun, rich_table, summary_rows, write_page
+    from tpl.report import Findings, FoundRun, rich_table, summary_rows
+    from tpl.report.page import write_page
 
     try:
         with run_progress(err, as_json) as progress:
@@ -143,7 +145,8 @@ def run(
 ) -> None:
     """Run one method on one benchmark and print its accuracy.
 
-    digits-5t takes about a minute on two cores, c100-10t with ViT-tiny about four minutes on one H200.
+    digits-5t takes about a minute on two cores, c100-10t with ViT-tiny about four minutes on one H200. Decoded images
+    are kept on disk for the next run, at most 8 GB; the environment variable TPL_IMAGE_CACHE=off turns that off.
 
     Examples:
 
@@ -164,9 +167,29 @@ def run(
     `torchrun --nproc-per-node 4 -m tpl run c100-10t ...` (one run on four GPUs, which share every batch)
     """
     pairs = [(name, each) for name in method_names(method) for each in class_orders(order)]
-    from tpl.bench.benchmarks import find_benchmark
-
-    find_benchmark(benchmark)
+    settings: list[dict[str, Any]] = [
+        {
+            "benchmark": benchmark,
+            "method": name,
+            "encoder": encoder or "",
+            "weights": weights,
+            "data": data,
+            "download": download,
+            "order": each,
+            "seed": seed,
+            "per_task": class_sizes(per_task),
+            "tasks": tasks,
+            "validation": validation,
+            "held_out": held_out or 0.0,
+            "device": device,
+            "precision": precision,
+            "compile": compile,
+            "options": overrides(epochs, lr, memory, set_, protect=protect),
+            "accept_contaminated_encoder": accept_contaminated_encoder,
+        }
+        for name, each in pairs
+    ]
+    check_settings(settings)
     from tpl.bench.bounds import BOUNDS, is_bound
     from tpl.bench.results import RunResult
     from tpl.bench.run import execute_together
@@ -174,28 +197,7 @@ def run(
     from tpl.console import run_progress
     from tpl.engine import joined
 
-    specs = [
-        RunSpec(
-            benchmark,
-            name,
-            encoder or "",
-            weights,
-            data,
-            download,
-            each,
-            seed,
-            per_task=class_sizes(per_task),
-            tasks=tasks,
-            validation=validation,
-            held_out=held_out or 0.0,
-            device=device,
-            precision=precision,
-            compile=compile,
-            options=overrides(epochs, lr, memory, set_, protect=protect),
-            accept_contaminated_encoder=accept_contaminated_encoder,
-        )
-        for name, each in pairs
-    ]
+    specs = [RunSpec(**each) for each in settings]
     folder = directory or Path("runs")
     places = [directory] if directory and len(specs) == 1 else [folder / spec.directory_name() for spec in specs]
     bounds = {str(place): RunResult.read(place) for place in against or ()}

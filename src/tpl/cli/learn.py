@@ -31,7 +31,6 @@ from tpl.cli.text import (
     bytes_on_disk,
     capacity_text,
     listed,
-    memory_of,
     memory_text,
     percent,
     size,
@@ -187,7 +186,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         else:
             learner.learn(task, name=request.name, held_out=request.held_out, callback=progress, source=given.origin)
         learner.save(store.path)
-    record = learner.tasks_[-1]
+    record, facts = learner.tasks_[-1], learner.facts()
     measured = not request.update
     return {
         "model": str(store.path),
@@ -200,9 +199,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "known_classes": len(learner.classes_),
         **chosen,
-        "memory": memory_of(learner),
-        "capacity": learner.capacity(),
-        "smallest_reject": learner.rejection_floor(),
+        **{key: facts[key] for key in ("memory", "capacity", "smallest_reject")},
         "bytes": bytes_on_disk(store.path),
         "seconds": round(time.monotonic() - started, 2),
         **notes,
@@ -215,7 +212,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     ready, notes = _read(learner, given, request, progress)
     reading = time.monotonic() - started
     chosen = _choose(learner, ready, request)
-    memory = memory_of(learner)
+    memory = learner.facts()["memory"]
     train = trained_on(ready, request.held_out, learner.method.seed)
     found = None
     if not request.update:

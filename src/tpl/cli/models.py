@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,7 +17,6 @@ from tpl.cli.text import (
     capacity_text,
     covariance_text,
     listed,
-    memory_of,
     memory_text,
     percent,
     size,
@@ -26,20 +25,18 @@ from tpl.cli.text import (
 )
 from tpl.errors import TplError
 
-if TYPE_CHECKING:
-    from tpl.learner import Learner
+FACTS = {"memory", "capacity", "weighting", "covariance_estimators", "smallest_reject"}  # of `Learner.facts`
 
 
 @app.command(rich_help_panel=MODELS)
 def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None:
-    """Show what a model knows: tasks, classes, accuracy when learned, encoder, memory, size. Takes a few seconds.
+    """Show what a model knows: tasks, classes, accuracy when learned, encoder, memory, size.
+
+    A model of an earlier version must be loaded for that, which takes a few seconds and perhaps --weights.
 
     Example: `tpl show model`
     """
-    from tpl.learner import Learner
-
-    learner = Learner.load(model, weights, device="cpu")
-    about = _about(model, learner)
+    about = _about(model, weights)
     if as_json:
         print_json(about)
         return
@@ -135,31 +132,40 @@ def _confirmed(question: str) -> bool:
     return typer.confirm(question, err=True)
 
 
-def _about(model: Path, learner: Learner) -> dict[str, Any]:
-    """What `show` prints, for --json."""
-    method = learner.method
-    tasks = [
-        {
-            "name": task.name,
-            "classes": list(task.classes),
-            "images": task.images,
-            "held_out": task.held_out,
-            "accuracy": task.accuracy,
-            "learned": task.learned,
-            "source": task.source,
-        }
-        for task in learner.tasks_
-    ]
+def _about(model: Path, weights: Path | None) -> dict[str, Any]:
+    """What `show` prints, for --json: from the header alone, without torch, if it has all of it."""
+    from tpl.answers import TaskEntry
+    from tpl.store import ModelStore, StoreError
+
+    store = ModelStore(model)
+    header = store.header()
+    try:
+        tasks = [TaskEntry.from_dict(task, t).record for t, task in enumerate(header["tasks"], start=1)]
+        method, encoder = header["method"], {key: header["encoder"][key] for key in ("name", "sha256")}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise StoreError(f"{store.header_file} is damaged ({error}); restore it from a backup.") from error
+    facts = header.get("facts")
+    if not isinstance(facts, dict) or facts.keys() != FACTS:  # of an earlier version
+        from tpl.learner import Learner
+
+        facts = Learner.load(model, weights, device="cpu").facts()
     return {
         "model": str(model),
-        "method": method.name,
-        "classes": learner.classes_,
-        "tasks": tasks,
-        "encoder": {"name": method.encoder.name, "sha256": method.encoder.sha256},
-        "memory": memory_of(learner),
-        "capacity": learner.capacity(),
-        "weighting": method.weighting(),
-        "covariance_estimators": method.covariance_estimators(),
-        "smallest_reject": learner.rejection_floor(),
+        "method": method,
+        "classes": [name for task in tasks for name in task.classes],
+        "tasks": [
+            {
+                "name": task.name,
+                "classes": list(task.classes),
+                "images": task.images,
+                "held_out": task.held_out,
+                "accuracy": task.accuracy,
+                "learned": task.learned,
+                "source": task.source,
+            }
+            for task in tasks
+        ],
+        "encoder": encoder,
+        **facts,
         "bytes": bytes_on_disk(model),
     }

@@ -5,17 +5,31 @@ Panels of `tpl COMMAND --help`: Options (what a command is mostly called with), 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tpl.errors import TplError
+from tpl.outline import method_outlines, outline
 
 DATA, TRAINING, OUTPUT, ADVANCED = "Data", "Training", "Output", "Advanced"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model directory, made by `tpl learn`.")]
+
+
+def _stored(model: Path) -> Path:
+    """A model directory that can be read; a mistake is told before torch is imported."""
+    from tpl.store import ModelStore
+
+    ModelStore(model).header()
+    return model
+
+
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A model directory, made by `tpl learn`.", callback=_stored)
+]
 Benchmark = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A benchmark; `tpl list` shows all.")]
 FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run of tpl or tpl-plus.")]
 Encoder = Annotated[
@@ -157,6 +171,16 @@ def overrides(
     return {name: value for name, value in (named | more).items() if value is not None} | assignments(set_ or [])
 
 
+def check_settings(settings: Iterable[dict[str, Any]]) -> None:
+    """Refuse options, values and encoders of runs that do not exist, before torch is imported."""
+    method_outlines()
+    spec = outline("tpl.bench.spec").RunSpec
+    for each in settings:
+        run = spec(**each)
+        run.all_options()
+        run.check_encoder()
+
+
 def assignments(texts: list[str]) -> dict[str, str]:
     """`NAME=VALUE` texts as a dict."""
     pairs = [text.partition("=") for text in texts]
@@ -169,11 +193,8 @@ def assignments(texts: list[str]) -> dict[str, str]:
 def class_orders(text: str, to_run: bool = True) -> list[str]:
     """`natural,random:1` as a list of different class orders; `to_run`: each must be one that can be made here."""
     found = names(text, "Class orders", "natural,random:1")
-    if to_run:
-        from tpl.stream import check_order
-
-        for order in found:
-            check_order(order)
+    for order in found if to_run else ():
+        outline("tpl.stream.task").check_order(order)
     return found
 
 

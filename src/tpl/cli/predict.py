@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 from rich.markup import escape
 
-from tpl.cli.app import MODELS, app, err, out, print_json
+from tpl.cli.app import MODELS, app, err, importing, out, print_json
 from tpl.cli.options import ADVANCED, OUTPUT, Address, Batch, Device, Model, Strict, Weights
 from tpl.cli.text import percent, round_up, warn
 from tpl.errors import TplError
@@ -142,9 +142,10 @@ def _answering(
     model: Path, weights: Path | None, device: str, engine: str, address: str | None, batch: int, form: Format
 ) -> Callable[[Iterator[Found]], Generator[Answered]]:
     """The function that answers found images, here or on a cluster; a model that cannot be loaded is an error now."""
-    from tpl.bulk import WorkerPool, answer_here
-    from tpl.learner import Learner
-    from tpl.store import ModelStore
+    with importing():
+        from tpl.bulk import WorkerPool, answer_here
+        from tpl.learner import Learner
+        from tpl.store import ModelStore
 
     if engine == "local" or form.reject is not None:
         learner = Learner.load(model, weights, device if engine == "local" else "cpu")

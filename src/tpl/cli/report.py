@@ -77,7 +77,9 @@ def report(
     streams = [text for text in (markdown, latex) if text == STDOUT]
     if len(streams) + as_json > 1:
         raise TplError("Only one of --json, --markdown - and --latex - can write to standard output.")
-    from tpl.report import compare, find_runs, write_page
+    from tpl.report import find_runs
+    from tpl.report.compare import compare
+    from tpl.report.page import write_page
     from tpl.report.pictures import write_figures
 
     found = find_runs(runs)

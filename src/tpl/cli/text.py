@@ -7,30 +7,19 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 
 from tpl.cli.app import err
 from tpl.lines import printable
 
-if TYPE_CHECKING:
-    from tpl.learner import Learner
-
 SHOWN = 10  # entries of a long list that are printed
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-def memory_of(learner: Learner) -> dict[str, Any]:
-    """A model's memory: what it keeps, the number of images, its budget, and its size."""
-    memory, used = learner.method.memory, learner.method.memory_bytes
-    counts = (len(memory), memory.budget) if memory is not None else (0, 0)
-    kind = getattr(learner.method.config, "memory_kind", "images")
-    return {"kind": kind, "images": counts[0], "budget": counts[1], "bytes": used}
-
-
 def memory_text(memory: dict[str, Any]) -> str:
-    """A model's memory, from `memory_of`, in words."""
+    """A model's memory, from `Learner.facts`, in words."""
     if memory["kind"] == "images":
         return f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}"
     kept = "statistics of features" if memory["kind"] == "features" else "a few sums"

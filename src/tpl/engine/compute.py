@@ -7,6 +7,7 @@ launching kernels, and a replay launches them all at once.
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tpl.engine.distributed import current
 from tpl.errors import TplError
+from tpl.files import cache_folder
 
 PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
@@ -83,12 +85,23 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
         torch.backends.cudnn.allow_tf32 = False  # convolutions, too: by default they round to ten bits
     if compile == "on" and not (on_gpu and _has_compiler()):
         raise TplError("Compiling needs a CUDA device, Triton and a C compiler; leave --compile at auto or off.")
+    compiled = compile != "off" and on_gpu and _has_compiler()
+    if compiled:
+        keep_compiled_code()
     return Compute(
         chosen,
         bf16=precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
-        compiled=compile != "off" and on_gpu and _has_compiler(),
+        compiled=compiled,
         small_too=compile == "on",
     )
+
+
+def keep_compiled_code() -> None:
+    """Have torch keep what it compiles in the user's cache folder, where later processes find it.
+
+    By default it goes to the folder for temporary files. A folder that the environment names is left alone.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 
 def _has_compiler() -> bool:

@@ -19,15 +19,17 @@ fewer rows, the greater the difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp
-from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from tpl.nets.base import Trainable
+from tpl.nets.plain import Attention, Mlp, of_timm
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import Block
 
 
 class BlockLayout(Protocol):
@@ -308,7 +310,8 @@ class TransposedBlock:
         attention, mlp = block.attn, block.mlp
         between = (attention, ("q_norm", "k_norm", "norm", "gate")), (mlp, ("norm",))
         empty = all(isinstance(getattr(of, name, None), nn.Identity | None) for of, names in between for name in names)
-        linear = type(attention) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
+        standard = type(attention) in (Attention, *of_timm("Attention")) and type(mlp) in (Mlp, *of_timm("Mlp"))
+        linear = standard and isinstance(mlp.fc1, nn.Linear)
         return linear and empty and attention.qkv.out_features == 3 * attention.qkv.in_features
 
 

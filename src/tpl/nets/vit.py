@@ -11,12 +11,10 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from tpl.errors import TplError
@@ -34,6 +32,10 @@ from tpl.nets.blocks import (
     run_block,
     run_timm_block,
 )
+from tpl.nets.plain import Block, PlainViT, of_timm
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
 
 SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
 
@@ -216,7 +218,8 @@ class TransposedTrunk:
 def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
     """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
     embed = vit.patch_embed
-    as_product = images.is_cuda and images.dtype != torch.float32 and type(embed) is PatchEmbed and embed.flatten
+    half = images.is_cuda and images.dtype != torch.float32
+    as_product = half and type(embed) in of_timm("PatchEmbed") and embed.flatten
     if not as_product or embed.proj.kernel_size != embed.proj.stride or images.shape[-2:] != embed.img_size:
         embedded: Tensor = embed(images)
         return embedded
@@ -247,12 +250,14 @@ def hash_tensors(state: dict[str, Tensor]) -> str:
 def _check_supported(vit: VisionTransformer, name: str) -> None:
     """Refuse a network without timm's standard pre-norm blocks, which adapters need."""
     for block in vit.blocks:
-        standard = isinstance(block, Block) and all(
+        kinds: tuple[Any, ...] = (Block, *of_timm("Block"))
+        standard = isinstance(block, kinds) and all(
             isinstance(n, nn.LayerNorm) and n.elementwise_affine for n in (block.norm1, block.norm2)
         )
         if not standard:
             raise TplError(f"'{name}' has {type(block).__name__} blocks; adapters need timm's pre-norm ViT block.")
-    if type(vit).forward_head is not VisionTransformer.forward_head:
+    networks: tuple[Any, ...] = (PlainViT, *of_timm("VisionTransformer"))
+    if type(vit).forward_head not in [network.forward_head for network in networks]:
         raise TplError(f"'{name}' has a non-standard head ({type(vit).__name__}); choose a plain ViT or DeiT.")
     if vit.attn_pool is not None:
         raise TplError(f"'{name}' pools by attention, which no task can adapt; choose a ViT with a class token.")

@@ -5,14 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from importlib.resources import as_file
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.data import resolve_data_config
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from tpl.errors import TplError
@@ -21,6 +18,9 @@ from tpl.nets import compact, resnet
 from tpl.nets.base import Encoder
 from tpl.nets.vit import ViTEncoder, hash_tensors
 from tpl.pretraining import DEIT_611
+
+if TYPE_CHECKING:  # timm takes seconds to import, and the encoders of this package do without it
+    from timm.models.vision_transformer import VisionTransformer
 
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
@@ -63,7 +63,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
     if weights is not None:
         model = _create(name, pretrained=False)
         path = Path(weights)
-        return _from_file(name, model, resolve_data_config(model=model), path, remembered=path)
+        return _from_file(name, model, _data_config(model), path, remembered=path)
     if name in _ARCHITECTURES:
         raise EncoderError(
             f"'{name}' cannot be downloaded by this program: get the checkpoint that the public code of MORE links to "
@@ -81,12 +81,16 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
             f"on which it was pre-trained), and --encoder {resnet.NAME} trains from scratch."
         ) from error
     digest = hash_tensors(model.state_dict())
-    return ViTEncoder(model, name, digest, resolve_data_config(model=model), weights=None)
+    return ViTEncoder(model, name, digest, _data_config(model), weights=None)
 
 
 def check_encoder_name(name: str) -> None:
     """Refuse a name that is no network's, here or in timm."""
-    if name in ENCODERS or resnet.is_resnet(name) or timm.is_model(name.split(".")[0]):
+    if name in ENCODERS or resnet.is_resnet(name):
+        return
+    import timm
+
+    if timm.is_model(name.split(".")[0]):
         return
     near = timm.list_models(f"*{name.split('_')[0]}*patch16_224*")[:5]
     also = f" In timm: {', '.join(near)}, ..." if near else ""
@@ -94,11 +98,21 @@ def check_encoder_name(name: str) -> None:
 
 
 def _create(name: str, pretrained: bool) -> VisionTransformer:
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
     check_encoder_name(name)
     model = timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0)
     if not isinstance(model, VisionTransformer):
         raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")
     return model
+
+
+def _data_config(model: VisionTransformer) -> dict[str, Any]:
+    from timm.data import resolve_data_config
+
+    config: dict[str, Any] = resolve_data_config(model=model)
+    return config
 
 
 def _from_file(

@@ -9,16 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpl.errors import TplError
 from tpl.nets.base import Encoder, Trainable
 from tpl.nets.vit import ViTEncoder, embed_patches
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
 
 
 class TrunkWeights(NamedTuple):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from tpl.bench.bounds import better_bound, bounds_of, is_bound
 from tpl.bench.results import RunResult
@@ -49,6 +48,8 @@ class Difference:
         n = len(self.differences)
         if n < 2:
             return None
+        from scipy import stats  # takes a second
+
         half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(self.differences, ddof=1) / np.sqrt(n))
         return self.mean - half, self.mean + half
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.stats import rankdata, spearmanr
-
 from tpl.bench.paper import QUANTITIES, load_rows
 from tpl.bench.paper import Row as PaperRow
 from tpl.bench.paper.evidence import fits
@@ -110,8 +108,12 @@ def ranking_of(experiment: Experiment) -> Ranking | None:
     methods, ours, paper = zip(*sorted(both, key=lambda entry: -entry[1]), strict=True)
     columns = zip(methods, ours, paper, _ranks(ours), _ranks(paper), strict=True)
     encoder = printed[methods[0]].encoder
+    from scipy.stats import spearmanr  # takes a second
+
     return Ranking(encoder, tuple(RankedMethod(*column) for column in columns), float(spearmanr(ours, paper).statistic))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
+    from scipy.stats import rankdata
+
     return [float(rank) for rank in rankdata([-value for value in values])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import zipfile
@@ -98,6 +99,11 @@ class FileImages(ImageSet):
         if isinstance(entry, ZipMember):
             return entry.archive.checksum(entry.member)
         return f"{entry.parent.name}/{entry.name} {entry.stat().st_size}".encode()
+
+    def content(self, index: int) -> bytes:
+        """The archive's checksum of a zip member, or a hash of a file's content."""
+        entry = self._entries[in_range(index, len(self))]
+        return self.identity(index) if isinstance(entry, ZipMember) else hashlib.blake2b(read_bytes(entry)).digest()
 
 
 class MixedImages(ImageSet):

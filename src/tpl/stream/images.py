@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from tpl.errors import DataError, TaskClosed
+from tpl.stream.disk_cache import DiskCache, key_of
 
 Labels = NDArray[np.int64]
 
@@ -41,9 +42,20 @@ class ImageSet(ABC):
     def identity(self, index: int) -> bytes:
         """Bytes that identify the image's content and are cheap to read: for hashes of a data set."""
 
+    def content(self, index: int) -> bytes:
+        """Bytes that differ if the image's content differs: for a cache."""
+        return self.identity(index)
+
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         """The images at `indices` as one array [n, h, w, 3], if the set holds arrays of one size; else None."""
         return None
+
+    def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
+        """The pixels that `remember` was given for these `steps`, perhaps by another process; else None."""
+        return None
+
+    def remember(self, index: int, steps: str, pixels: NDArray[np.uint8]) -> None:  # noqa: B027 (most keep nothing)
+        """Keep what became of an image by some `steps`, such as resizing."""
 
     def select(self, indices: ArrayLike) -> ImageSet:
         """The images at `indices` (or where a boolean mask is true), in that order; pixels are not copied."""
@@ -69,6 +81,9 @@ class WrappedImages(ImageSet):
 
     def identity(self, index: int) -> bytes:
         return self._images.identity(index)
+
+    def content(self, index: int) -> bytes:
+        return self._images.content(index)
 
 
 class ArrayImages(ImageSet):
@@ -111,16 +126,20 @@ class CachedImages(WrappedImages):
     """Images of another set, each decoded when it is first loaded and then held in memory; safe to use from any thread.
 
     Only images of the first one's size are held, and none if all of that size would take more than
-    `MAX_CACHED_BYTES`: the others are decoded every time.
+    `MAX_CACHED_BYTES`: the others are decoded every time. When all images are held, `cache` keeps them for later
+    processes, which decode none.
     """
 
-    def __init__(self, images: ImageSet) -> None:
+    def __init__(self, images: ImageSet, cache: DiskCache | None = None) -> None:
         super().__init__(images)
         self._lock = threading.Lock()
         self._pixels: NDArray[np.uint8] | None = None  # allocated for the first image, filled one by one
         self._cached = np.zeros(len(images), dtype=bool)
+        self._cache = cache
+        self._key = ""  # of all images, once the cache was asked for them
 
     def load(self, index: int) -> Image.Image:
+        self._ask_cache()
         if self._pixels is not None and 0 <= index < len(self) and self._cached[index]:
             return Image.fromarray(self._pixels[index])
         image = self._images.load(index)
@@ -128,6 +147,7 @@ class CachedImages(WrappedImages):
         return image
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        self._ask_cache()
         chosen = positions(indices, len(self))
         for index in chosen[~self._cached[chosen]].tolist():
             if not self._store(index, self._images.load(index)):
@@ -143,8 +163,44 @@ class CachedImages(WrappedImages):
         if self._pixels is None or self._pixels.shape[1:] != shape:
             return False
         self._pixels[index] = np.asarray(image)
-        self._cached[index] = True  # last: another thread may read the pixels from now on
+        with self._lock:
+            last = np.count_nonzero(self._cached) == len(self) - 1 and not self._cached[index]
+            self._cached[index] = True  # after the pixels, which another thread may read from now on
+        if last and self._cache is not None:
+            self._cache.write(self._key, self._pixels)
         return True
+
+    def _ask_cache(self) -> None:
+        """Take all images from the cache, the first time that one is needed."""
+        if self._cache is None:
+            return
+        with self._lock:
+            if self._key:
+                return
+            self._key = key_of(self.content(index) for index in range(len(self)))
+            found = self._cache.read(self._key, mapped=True)
+            if found is not None and found.ndim == 4 and len(found) == len(self) and found.shape[3] == 3:
+                self._pixels, self._cached = found, np.ones(len(self), dtype=bool)
+
+
+class PreparedImages(WrappedImages):
+    """Images of another set; what preprocessing makes of the large ones is kept in a cache on disk."""
+
+    def __init__(self, images: ImageSet, cache: DiskCache) -> None:
+        super().__init__(images)
+        self._cache = cache
+
+    def load(self, index: int) -> Image.Image:
+        return self._images.load(index)
+
+    def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
+        return self._cache.read(self._key(index, steps))
+
+    def remember(self, index: int, steps: str, pixels: NDArray[np.uint8]) -> None:
+        self._cache.write(self._key(index, steps), pixels)
+
+    def _key(self, index: int, steps: str) -> str:
+        return key_of((self.content(index), steps.encode()))
 
 
 class _View(ImageSet):
@@ -176,6 +232,18 @@ class _View(ImageSet):
     def identity(self, index: int) -> bytes:
         part, position = self._locate(index)
         return part.identity(position)
+
+    def content(self, index: int) -> bytes:
+        part, position = self._locate(index)
+        return part.content(position)
+
+    def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
+        part, position = self._locate(index)
+        return part.recall(position, steps)
+
+    def remember(self, index: int, steps: str, pixels: NDArray[np.uint8]) -> None:
+        part, position = self._locate(index)
+        part.remember(position, steps, pixels)
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         chosen = positions(indices, len(self))
@@ -233,6 +301,15 @@ class GuardedImages(ImageSet):
 
     def identity(self, index: int) -> bytes:
         return self._open().identity(index)
+
+    def content(self, index: int) -> bytes:
+        return self._open().content(index)
+
+    def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
+        return self._open().recall(index, steps)
+
+    def remember(self, index: int, steps: str, pixels: NDArray[np.uint8]) -> None:
+        self._open().remember(index, steps, pixels)
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         return self._open().block(indices)

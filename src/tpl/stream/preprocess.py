@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
+from tpl.stream.crop import MEAN, STD, evaluation_steps
 from tpl.stream.decoding import to_rgb
 from tpl.stream.images import ImageSet
 from tpl.stream.resample import FILTERS, Geometry, matching, resample
@@ -41,22 +42,18 @@ class Preprocess:
     """
 
     def __init__(self, data_config: Mapping[str, Any]) -> None:
-        # Imported here: slow to import, and not needed to handle image sets.
-        from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-        from timm.data.transforms_factory import create_transform
-
         config = {key: data_config[key] for key in _KEYS if data_config.get(key) is not None}
         size = tuple(config.get("input_size", ()))
         if len(size) != 3 or size[0] != 3:
             raise DataError(f"the encoder's input_size must be (3, height, width), not {size}.")
         config["input_size"] = size
         self.height, self.width = int(size[1]), int(size[2])
-        self.mean: tuple[float, ...] = tuple(config.setdefault("mean", IMAGENET_DEFAULT_MEAN))
-        self.std: tuple[float, ...] = tuple(config.setdefault("std", IMAGENET_DEFAULT_STD))
+        self.mean: tuple[float, ...] = tuple(config.setdefault("mean", MEAN))
+        self.std: tuple[float, ...] = tuple(config.setdefault("std", STD))
         self._geometries: dict[tuple[int, int, torch.device], Geometry | None] = {}
         self._lock = threading.Lock()
-        self._transform = create_transform(**config, is_training=False, use_prefetcher=True)
-        self._resize, self._crop = self._transform.transforms[:2]
+        self._resize, self._crop = evaluation_steps(config)
+        self._steps = f"{self._resize} {self._crop}"  # names them in a cache
 
     @property
     def bytes_per_image(self) -> int:
@@ -65,8 +62,10 @@ class Preprocess:
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """`image` resized and cropped: uint8 [3, height, width]."""
-        pixels: torch.Tensor = self._transform(to_rgb(image))
-        return pixels
+        import torch
+
+        cropped = self._crop(self._resize(to_rgb(image)))
+        return torch.from_numpy(np.array(cropped)).permute(2, 0, 1).contiguous()
 
     def shrink(self, image: Image.Image) -> Image.Image:
         """`image` at the size of the resize step if that is smaller, else as it is.
@@ -75,11 +74,8 @@ class Preprocess:
         returns.
         """
         image = to_rgb(image)
-        width, height = self._resized(image)
-        if width * height >= image.width * image.height:
-            return image
-        smaller: Image.Image = self._resize(image)
-        return smaller
+        width, height = self._resize.size(image)
+        return image if width * height >= image.width * image.height else self._resize(image)
 
     def batch(
         self,
@@ -132,10 +128,15 @@ class Preprocess:
             geometry = self._geometry(block.shape[2], block.shape[1], resizer) if block is not None else None
             if block is not None and geometry is not None:
                 return block, geometry
+        known = [images.recall(index, self._steps) for index in chunk]
+        if all(pixels is not None and pixels.shape == (3, self.height, self.width) for pixels in known):
+            return np.stack([pixels for pixels in known if pixels is not None]), None
         loaded: list[Image.Image] = []  # of one small size while `waiting`; else resized and cropped
+        sizes: list[bool] = []  # whether each image is larger than what becomes of it
         waiting = resizer is not None
         for index in chunk:
             image = to_rgb(images.load(index))
+            sizes.append(image.width * image.height > self.width * self.height)
             if waiting and not (self._small(image) and image.size == (loaded or [image])[0].size):
                 waiting = False
                 loaded = [self._cropped(early, images, i) for early, i in zip(loaded, chunk, strict=False)]
@@ -146,16 +147,18 @@ class Preprocess:
         finished = np.empty((len(chunk), 3, self.height, self.width), dtype=np.uint8)
         for row, image, index in zip(finished, loaded, chunk, strict=True):
             row[:] = np.asarray(self._cropped(image, images, index) if waiting else image).transpose(2, 0, 1)
+        for row, index, large in zip(finished, chunk, sizes, strict=True):
+            if large:
+                images.remember(index, self._steps, row)
         return finished, None
 
     def _cropped(self, image: Image.Image, images: ImageSet, index: int) -> Image.Image:
         """`image` resized and cropped. `images` and `index` name it in error messages."""
         target = (self.width, self.height)
         try:
-            if image.size == target == self._resized(image):
+            if image.size == target == self._resize.size(image):
                 return image  # neither step would change a pixel
-            cropped: Image.Image = self._crop(self._resize(image))
-            return cropped
+            return self._crop(self._resize(image))
         except (ValueError, MemoryError) as error:  # e.g. a strip whose short side rounds to nothing
             raise UnreadableImage(
                 f"{images.name(index)} ({image.width} x {image.height}) cannot be resized: {error}"
@@ -173,27 +176,14 @@ class Preprocess:
             return self._geometries[key]
 
     def _find_geometry(self, blank: Image.Image, device: torch.device) -> Geometry | None:
-        name = getattr(getattr(self._resize, "interpolation", None), "value", None)
-        width, height = self._resized(blank)
+        name = self._resize.interpolation
+        width, height = self._resize.size(blank)
         if name not in FILTERS or not self._small(blank) or width < self.width or height < self.height:
             return None  # another filter, a large image, or borders to add: left to Pillow
         corner = round((height - self.height) / 2), round((width - self.width) / 2)
         crop = (self.height, self.width)
         likely = Geometry((blank.height, blank.width), (height, width), corner, crop, name)
         return matching(likely, lambda image: self._crop(self._resize(image)), device)
-
-    def _resized(self, image: Image.Image) -> tuple[int, int]:
-        """Width and height after the resize step, without doing it."""
-        size = getattr(self._resize, "size", None)
-        if isinstance(size, int):  # the short side becomes `size`, the long one keeps the ratio, truncated
-            short, long = sorted(image.size)
-            side = int(size * long / short)
-            return (size, side) if image.width <= image.height else (side, size)
-        if hasattr(self._resize, "get_params"):  # timm's ResizeKeepRatio
-            height, width = self._resize.get_params(image, self._resize.size, self._resize.longest)
-            return width, height
-        height, width = self._resize.size
-        return width, height
 
 
 def try_load(images: ImageSet, index: int, shrink: Shrink) -> Image.Image | str:

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpl.errors import DataError
+from tpl.files import cache_folder
+from tpl.stream.disk_cache import image_cache
 from tpl.stream.folders import (
     LAYOUTS,
     Entry,
@@ -28,7 +30,7 @@ from tpl.stream.folders import (
     read_bytes,
     without_wrappers,
 )
-from tpl.stream.images import ArrayImages, CachedImages
+from tpl.stream.images import ArrayImages, CachedImages, PreparedImages
 
 TINY_IMAGENET_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 _TINY_FOLDER = "tiny-imagenet-200"
@@ -66,7 +68,7 @@ def load_source(name: str, root: Path | None = None, download: bool = False) -> 
 
 def download_root() -> Path:
     """The folder downloads go to when none is named: tpl/data in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpl" / "data"
+    return cache_folder() / "data"
 
 
 def _digits() -> Source:
@@ -85,7 +87,7 @@ def _digits() -> Source:
 def _folder(root: Path | None, download: bool) -> Source:
     if root is None:
         raise DataError(f"the data set 'folder' needs --data FOLDER. Accepted: {LAYOUTS}.")
-    return image_folder(root)
+    return _prepared(image_folder(root))
 
 
 def _cifar(name: str, root: Path | None, download: bool) -> Source:
@@ -102,8 +104,18 @@ def _cifar(name: str, root: Path | None, download: bool) -> Source:
 
 def _cached(source: Source) -> Source:
     """`source` with images that are decoded once: they are small, and every run goes through all of them."""
-    test = CachedImages(source.test) if source.test is not None else None
-    return replace(source, train=CachedImages(source.train), test=test)
+    cache = image_cache()
+    test = CachedImages(source.test, cache) if source.test is not None else None
+    return replace(source, train=CachedImages(source.train, cache), test=test)
+
+
+def _prepared(source: Source) -> Source:
+    """`source` with large images that are decoded and resized once, where the cache on disk is on."""
+    cache = image_cache()
+    if cache is None:
+        return source
+    test = PreparedImages(source.test, cache) if source.test is not None else None
+    return replace(source, train=PreparedImages(source.train, cache), test=test)
 
 
 def _has_own_layout(root: Path, download: bool) -> bool:
@@ -175,7 +187,7 @@ def _imagenet380(root: Path | None, download: bool) -> Source:
             "imagenet380 cannot be downloaded: ImageNet needs an account, and no list of the paper's 380 classes was "
             f"published. Pass --data FOLDER with the 380 class folders you choose: {LAYOUTS}."
         )
-    return _complete(image_folder(root, "imagenet380"), root)
+    return _prepared(_complete(image_folder(root, "imagenet380"), root))
 
 
 def _tiny_place(place: Path) -> Path | None:

@@ -207,7 +207,7 @@ def class_order(spec: str | int, dataset: str, n: int) -> list[int]:
     if not colon or not key:
         raise DataError(f"class order {text!r} is not understood: give {_ORDER_FORMS}.")
     if kind == "random":
-        return _random(key, n)
+        return [int(number) for number in np.random.default_rng(_seed(key)).permutation(n)]
     if not kind.lower().endswith(".json"):
         raise DataError(f"class order {text!r} is not understood: give {_ORDER_FORMS}.")
     return _from_file(Path(kind).expanduser(), key, dataset, n)
@@ -215,17 +215,19 @@ def class_order(spec: str | int, dataset: str, n: int) -> list[int]:
 
 def check_order(spec: str) -> None:
     """Raise an error for a malformed class order or a missing file; needs no data set."""
-    kind = spec.rpartition(":")[0]
-    if not kind.lower().endswith(".json"):
+    kind, _, key = spec.strip().rpartition(":")
+    if kind == "random":
+        _seed(key)
+    elif not kind.lower().endswith(".json"):
         class_order(spec, "", 1)
     elif not Path(kind).expanduser().is_file():
         raise DataError(f"there is no class-order file {kind}: check the path.")
 
 
-def _random(seed: str, n: int) -> list[int]:
-    if not seed.isdecimal():
-        raise DataError(f"the seed of a random class order must be a whole number, 0 or more, not {seed!r}.")
-    return [int(number) for number in np.random.default_rng(int(seed)).permutation(n)]
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise DataError(f"the seed of a random class order must be a whole number, 0 or more, not {text!r}.")
+    return int(text)
 
 
 def _from_file(path: Path, key: str, dataset: str, n: int) -> list[int]:

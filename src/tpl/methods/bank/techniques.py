@@ -11,7 +11,6 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import betaincinv, gammainccinv
 from torch import Tensor
 
 from tpl.engine import IGNORED, masked_mean
@@ -95,6 +94,8 @@ class Mixup(Technique):
 
     def __init__(self, own: int, dim: int, batch: int, device: torch.device) -> None:
         super().__init__(own, dim, batch, device)
+        from scipy.special import betaincinv  # as slow to import as all methods together
+
         table = betaincinv(self.alpha, self.alpha, (np.arange(self.table_size) + 0.5) / self.table_size)
         self.quantiles = torch.from_numpy(table).to(device, torch.float32)
 
@@ -261,6 +262,8 @@ class VOS(Technique):
         # One set of normal numbers serves all classes, each of which takes them shifted by one queue length.
         shifted = self.classes.unsqueeze(1) * self.queue_size + torch.arange(self.numbers, device=device)
         self.shifted = shifted % self.numbers
+        from scipy.special import gammainccinv
+
         self.stretch = math.sqrt(2 * gammainccinv(dim / 2, math.log(2) / self.samples) / dim)
         self.scale = torch.ones((), device=device, requires_grad=True)
         self.offset = torch.zeros((), device=device, requires_grad=True)
