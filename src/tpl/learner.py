@@ -36,6 +36,7 @@ from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, StoreError
 from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
+from tpl.versions import about_version, kept_by
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
@@ -69,6 +70,7 @@ class Learner:
         self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
         self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
+        self._erases = False  # whether a class was removed, so that the next commit deletes older versions
 
     # What was learned
 
@@ -267,12 +269,14 @@ class Learner:
     def remove(self, name: str) -> Self:
         """Remove a class: its exemplars, mean, head row and held-out images; from disk with the next `save`.
 
-        What was trained on several classes together stays, and so do predictions among the others. A task without
-        classes is removed; the units of its mask stay in use, as other tasks may share them.
+        That deletes older versions, too, as they hold the class. What was trained on several classes together stays,
+        and so do predictions among the others. A task without classes is removed; the units of its mask stay in use,
+        as other tasks may share them.
         """
         entries = [entry.without(name) for entry in self._task_entries()]
         self.method.remove(name)
         self._entries = [entry for entry in entries if entry.classes]
+        self._erases = True
         return self
 
     def rename(self, old: str, new: str) -> Self:
@@ -313,15 +317,23 @@ class Learner:
 
     # Storage
 
-    def save(self, path: Path | str) -> None:
-        """Write the model directory, or update it, in one atomic step."""
+    def save(self, path: Path | str, versions: int | None = None) -> None:
+        """Write the model directory, or update it, in one atomic step.
+
+        The newest `versions` older versions stay in it; None: as many as before, in a new directory 5. After `remove`,
+        none of them does.
+        """
         store = ModelStore(path)
         with store.writing():
             place, commits = self._origin or (None, 0)
             if place == store.path.resolve() and store.exists() and store.header()["commits"] != commits:
                 raise StoreError(f"{path} was changed by another process meanwhile; load it and do this again.")
             memory = self.method.memory.state() if self.method.memory is not None else {}
-            store.commit(self._header(), self.method.state(), memory)
+            old, header = store.header() if store.exists() else None, self._header()
+            keep = kept_by(old) if versions is None else versions
+            header |= about_version(old, header, keep)
+            store.commit(header, self.method.state(), memory, keep=0 if self._erases else keep)
+            self._erases = False
             self._origin = store.path.resolve(), int(store.header()["commits"])
 
     @classmethod
@@ -345,10 +357,14 @@ class Learner:
         device: str = "auto",
         precision: str = "auto",
         compile: str = "auto",
+        version: int | None = None,
     ) -> Self:
-        """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
+        """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
+
+        `version` is the number of an older version that is kept (`tpl history`); to save it makes it the newest one.
+        """
         store = ModelStore(path)
-        header, state, memory = store.read()
+        header, state, memory = store.read(version)
         encoder = header["encoder"]
         learner = cls(
             header["method"],
@@ -372,7 +388,8 @@ class Learner:
         if learner.method.memory is not None and memory:
             learner.method.memory.load_state(memory)
         learner.method.load_state(state)
-        learner._origin = store.path.resolve(), int(header["commits"])
+        commits = header["commits"] if version is None else store.header()["commits"]
+        learner._origin = store.path.resolve(), int(commits)
         return learner
 
     def _header(self) -> dict[str, Any]:

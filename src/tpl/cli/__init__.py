@@ -13,6 +13,7 @@ for _name in (
     "learn",
     "predict",
     "models",
+    "versions",
     "evaluate",
     "serve",
     "export",
