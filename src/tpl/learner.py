@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.methods.merge import merge
 from tpl.migrate import current_options
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
@@ -286,6 +288,23 @@ class Learner:
         self._entries = entries
         return self
 
+    def merge(self, other: Learner, estimate: bool = False) -> str | None:
+        """Add all that another learner, trained apart on the same encoder, has learned; nothing is trained.
+
+        Features under every task's model stay the same, bit for bit. Classes must have different names. Returns how
+        the expert of tpl-plus was merged: `added`, `learned` or, only with `estimate`, `estimated`; see
+        `tpl.methods.merge`.
+        """
+        names = {entry.name for entry in self._task_entries()}
+        entries = [*self._task_entries()]
+        for entry in other._task_entries():
+            name = _unused(entry.name, names)
+            names.add(name)
+            entries.append(replace(entry, name=name))
+        how = merge(self.method, other.method, estimate)
+        self._entries = entries
+        return how
+
     def _as_task(self, images: Given, labels: Sequence[str] | None, name: str | None) -> Task:
         """The task to learn, with a unique name."""
         names = {entry.name for entry in self._task_entries()}
@@ -298,10 +317,7 @@ class Learner:
         task = _as_task(images, labels, name or default)
         if not len(task.train):
             raise TplError("There are no images to learn from.")
-        chosen, number = name or task.name, 2
-        while chosen in taken:
-            chosen, number = f"{task.name} {number}", number + 1
-        return replace(task, name=chosen)
+        return replace(task, name=_unused(name or task.name, taken))
 
     def _refuse_known(self, task: Task) -> None:
         known = [] if self.method.cumulative else [c for c in task.classes if c in self.classes_]
@@ -463,6 +479,12 @@ def _as_task(images: Given, labels: Sequence[str] | None, name: str) -> Task:
         raise TplError("A label is empty; every image needs the name of a class.")
     classes, numbers = np.unique(np.array(names, dtype=object), return_inverse=True)
     return Task(name, tuple(classes.tolist()), relabelled(given, np.arange(len(given)), numbers))
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """The name, or with a number where it is taken."""
+    numbered = (f"{name} {number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in taken)
 
 
 def _without_empty_classes(task: Task) -> Task:

@@ -68,6 +68,16 @@ def history(path: Path | str) -> list[Version]:
     ]
 
 
+def bytes_of_older(path: Path | str) -> int:
+    """About how many bytes older versions will take beside the model once it is changed."""
+    store = ModelStore(path)
+    header = store.header()
+    if not kept_by(header):
+        return 0
+    *_, tasks = files_of(header)  # later versions share them
+    return sum(_size(store.path / file) for file in store.files() - set(tasks))
+
+
 def undo(path: Path | str, to: int | None = None) -> Version:
     """Go back to the version before the present one, or to version `to`; returns the new version.
 

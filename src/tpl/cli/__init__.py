@@ -14,6 +14,7 @@ for _name in (
     "predict",
     "models",
     "versions",
+    "merge",
     "evaluate",
     "serve",
     "export",

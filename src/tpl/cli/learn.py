@@ -221,6 +221,9 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     if not request.update:
         progress.begin("timing a few steps", None)
         found = estimate(learner, ready, train, chosen["epochs"])
+    from tpl.versions import bytes_of_older
+
+    older = bytes_of_older(store.path) if store.exists() else 0
     return {
         "dry_run": True,
         "model": str(store.path),
@@ -231,7 +234,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
         **chosen,
         "memory": {"kind": memory["kind"], "budget": memory["budget"]},
         "seconds": None if found is None else round(found.seconds + reading, 1),
-        "bytes": None if found is None else found.bytes,
+        "bytes": None if found is None else found.bytes + older,
         **notes,
     }
 
