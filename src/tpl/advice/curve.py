@@ -18,13 +18,14 @@ from tpl.advice.labels import extended, ridge_weights
 SHARES = (0.25, 0.5, 1.0)
 APART = 0.2  # of every class, to measure on
 REPEATS = 20
+DRAWS = 199  # of the interval
 STRENGTH = 0.1  # of the ridge
 FEWEST = 5  # images of a class that a learning curve needs
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Accuracy now, and what to expect with twice the images, with an interval of four in five repetitions."""
+    """Accuracy now, and what to expect with twice the images: about four in five times between `low` and `high`."""
 
     now: float
     doubled: float
@@ -44,10 +45,14 @@ def outlook(z: Tensor, labels: Tensor, classes: int, now: float, seed: int = 0) 
     draw = torch.Generator().manual_seed(seed)
     errors = torch.tensor([_errors(z, labels, classes, draw) for _ in range(REPEATS)], dtype=torch.float64)
     tested = REPEATS * sum(max(round(APART * int(count)), 1) for count in counts)
-    slope = _slope(errors.mean(dim=0), tested)
-    samples = [_slope(errors[torch.randint(REPEATS, (REPEATS,), generator=draw)].mean(dim=0), tested) for _ in range(99)]
+    expected = 1 - (1 - now) * 2 ** -_slope(errors.mean(dim=0), tested)
+    spread = math.sqrt((now * (1 - now) * len(labels) + 0.25) / (len(labels) + 1) / len(labels))
+    samples = []
+    for noise in torch.randn(DRAWS, generator=draw, dtype=torch.float64).tolist():  # of today's accuracy
+        drawn = errors[torch.randint(REPEATS, (REPEATS,), generator=draw)].mean(dim=0)
+        samples.append(1 - min(max(1 - now + spread * noise, 0), 1) * 2 ** -_slope(drawn, tested))
     low, *_, high = quantiles(samples, n=10)
-    return Outlook(now, *(1 - (1 - now) * 2**-s for s in (slope, low, high)))
+    return Outlook(now, expected, low, high)
 
 
 def _errors(z: Tensor, labels: Tensor, classes: int, draw: torch.Generator) -> list[float]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from tpl.engine import Compute, Inference
 from tpl.errors import TplError
 from tpl.nets import Encoder
-from tpl.stream.vectors import preprocess_for
 from tpl.stream.unlabelled import Batch
+from tpl.stream.vectors import preprocess_for
 
 SIDE = 16  # pixels of a thumbnail
 

@@ -1,4 +1,4 @@
-"""What is in a folder beside images that are read: files left out, equal pictures, class names that are nearly equal."""
+"""What is in a folder beside good images: files left out, equal pictures, names of classes that are nearly equal."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HINTS = {
     **dict.fromkeys((".svg", ".pdf", ".psd", ".eps", ".jp2", ".jxl"), "not read: convert it to PNG or JPEG"),
     **dict.fromkeys((".zip", ".tar", ".gz", ".7z", ".rar"), "an archive: unpack it"),
 }
-BITS = 12  # of 256 in which the hashes of one picture may differ, as saved in other sizes or qualities
-LEVELS = 6.0  # of 256 grey levels, the mean difference of their thumbnails
+BITS = 48  # of 256 in which the hashes of one picture may differ, as saved in other sizes or qualities
+LEVELS = 2.0  # of 256 grey levels, the mean difference of their thumbnails
 BLOCK = 2048  # images compared with all others at a time
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 STRENGTHS = tuple(10.0**e for e in range(-4, 3))  # of the ridge, in units of the mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 2) for e in range(-14, 1))
 NEIGHBOURS = 5
-SURE = 0.5  # probability of the other class from which a label is suspected
-DOUBTED = 0.2  # and the largest that its own class may have
+SURE = 0.6  # probability of the other class from which a label is suspected
+DOUBTED = 0.1  # and the largest that its own class may have
 OFTEN = 0.1  # share of two classes' images that are taken for the other from which the classes look alike
 BLOCK = 2048
 
@@ -78,7 +78,8 @@ def ridge_weights(z: Tensor, labels: Tensor, classes: int, strength: float) -> T
     """The ridge classifier on features `z`, `[dim + 1, classes]`; each class counts the same."""
     target, weights = F.one_hot(labels, classes).double(), _balanced(labels, classes)
     x = extended(z)
-    return torch.linalg.solve(_system(x, weights, strength), (x.T * weights) @ target)
+    found: Tensor = torch.linalg.solve(_system(x, weights, strength), (x.T * weights) @ target)
+    return found
 
 
 def extended(z: Tensor) -> Tensor:

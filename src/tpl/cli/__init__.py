@@ -15,6 +15,7 @@ for _name in (
     "models",
     "versions",
     "merge",
+    "advice",
     "evaluate",
     "serve",
     "export",
