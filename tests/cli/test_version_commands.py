@@ -149,3 +149,18 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         assert "holds no model" in refusal(command, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert not ModelStore(tmp_path).exists()
+
+
+def test_learning_says_what_it_did_to_known_classes(own: Path, place: Path, tmp_path: Path) -> None:
+    fox = photos(tmp_path / "fox", ["fox"], count=5)
+    report = ask("learn", own, fox, "--test", place / "test", "--epochs", "1", "--device", "cpu")
+    found = report["against"]
+    assert found["images"] == 15 and found["older"] == "before"
+    older = [Learner.load(own, device="cpu", version=n) for n in (2, 3)]
+    right = [
+        sum(name == path.parent.name for name, path in zip(each.predict(paths), paths, strict=True))
+        for each, paths in zip(older, 2 * [sorted((place / "test").rglob("*.png"))], strict=True)
+    ]
+    assert [found["right_before"], found["right"]] == right
+    new = call("learn", tmp_path / "new", fox, "--test", place / "test", "--epochs", "1", "--device", "cpu")
+    assert new.exit_code == 0 and "this one is new" in new.stderr

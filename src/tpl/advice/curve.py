@@ -25,7 +25,7 @@ FEWEST = 5  # images of a class that a learning curve needs
 
 @dataclass(frozen=True)
 class Outlook:
-    """Accuracy now, and what to expect with twice the images: about four in five times between `low` and `high`."""
+    """Accuracy now, and what to expect with twice the images: about three in four times between `low` and `high`."""
 
     now: float
     doubled: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ def evaluate(
             warn(f"left out: {text}")
         _print(report)
         if older is not None:
-            _print_against(report["against"])
+            print_against(report["against"])
     if fail_if_worse and report["against"]["verdict"] == "worse":
         raise typer.Exit(1)
 
@@ -102,6 +103,14 @@ def _older(model: Path, against: str, weights: Path | None, device: str) -> Lear
     if not Path(against).is_dir():
         raise TplError(f"--against takes the number of a version (`tpl history {model}`) or a model; got '{against}'.")
     return Learner.load(against, weights, device)
+
+
+def compare(
+    older: Learner, learner: Learner, given: Labelled, name: str, advance: Callable[[int], None], batch: int = 256
+) -> dict[str, Any]:
+    """How a model compares with an older one, called `name`, on labelled images; for `print_against` and JSON."""
+    now, before = (_predict(each, given, batch, False, advance) for each in (learner, older))
+    return {"older": name, **_compared(now, before, learner, older).to_dict()}
 
 
 def _compared(now: Predictions, before: Predictions, learner: Learner, older: Learner) -> Paired:
@@ -230,7 +239,7 @@ def _print_unknown(unknown: dict[str, Any]) -> None:
     out.print(f"At --reject {SHARE:g}: {' and '.join(rates)} are rejected.", highlight=False)
 
 
-def _print_against(found: dict[str, Any]) -> None:
+def print_against(found: dict[str, Any]) -> None:
     """Say whether the model is better or worse than the older one."""
     words = {
         "better": "[bold green]Better[/] than",
