@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from test_store import STAGES, Commit, Crash, check, files, model, sabotage
-from tpl.blocks import LARGE, from_blocks, in_blocks
+from tpl.blocks import LARGE, LENGTH, from_blocks, in_blocks
 from tpl.store import ModelStore, State, StoreError
 from tpl.versions import about_version, change_between, history, prune, undo
 
@@ -195,7 +195,7 @@ def large(extra: int, seed: int = 0) -> Commit:
     header, state, _ = model(1)
     numbers = torch.Generator().manual_seed(seed)
     fixed = torch.arange(LARGE, dtype=torch.float32).reshape(4, -1)
-    images = torch.arange(2 * LARGE + extra, dtype=torch.int64).to(torch.uint8)
+    images = torch.arange(2 * LENGTH + extra, dtype=torch.int64).to(torch.uint8)
     shared = {"fixed": fixed, "gram": torch.rand(LARGE, generator=numbers), **state.shared}
     return header, State(shared, state.tasks), {"bytes": images, "counts": torch.tensor([extra])}
 
@@ -207,7 +207,8 @@ def test_large_tensors_that_stay_are_stored_once(store: ModelStore) -> None:
     second = sum(len(content) for _, _, content in files(store.path).values())
     read(store, 1, large(100))
     read(store, 2, large(200, seed=1))
-    assert second - first < 4 * LARGE + LARGE / 10  # the tensor that changed; without sharing it would be 10 * LARGE
+    assert second - first < 4 * LARGE + LARGE / 10  # the tensor that changed, and not the 3 MiB that did not
+    assert first > 3 * LENGTH + 4 * LARGE
     prune(store.path, 0)
     check(store, large(200, seed=1))
     assert sum(len(content) for _, _, content in files(store.path).values()) < first + 1000
@@ -223,8 +224,8 @@ def test_a_damaged_file_is_not_shared(store: ModelStore) -> None:
 
 def test_blocks_give_back_what_was_put_in() -> None:
     tensors = {
-        "a": torch.rand(3, 2), "b": torch.rand(LARGE // 2), "c": torch.zeros(3 * LARGE + 5, dtype=torch.uint8),
-        "d": torch.zeros(2, LARGE, dtype=torch.uint8), "e@f": torch.zeros(0),
+        "a": torch.rand(3, 2), "b": torch.rand(LARGE // 4), "c": torch.zeros(3 * LENGTH + 5, dtype=torch.uint8),
+        "d": torch.zeros(2, LENGTH, dtype=torch.uint8), "e@f": torch.zeros(0),
     }  # fmt: skip
     blocks = in_blocks(tensors)
     assert [len(block) for block in blocks] == [2, 1, 1, 1, 1, 1, 1]

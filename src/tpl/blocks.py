@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
     Tensors = dict[str, Tensor]
 
-LARGE = 1 << 20  # bytes of a tensor that has a file of its own, and of a piece
+LARGE = 1 << 18  # bytes from which a tensor has a file of its own
+LENGTH = 1 << 20  # bytes of a piece
 PIECE = "@"  # between the name of a tensor and the number of its piece
 
 
@@ -25,10 +26,10 @@ def in_blocks(tensors: Tensors) -> list[Tensors]:
     small: Tensors = {}
     large: list[Tensors] = []
     for name, tensor in sorted(tensors.items()):
-        if tensor.numel() * tensor.element_size() <= LARGE:
+        if tensor.numel() * tensor.element_size() < LARGE:
             small[name] = tensor
         elif tensor.dtype == torch.uint8 and tensor.dim() == 1:
-            large += [{f"{name}{PIECE}{i}": piece} for i, piece in enumerate(tensor.split(LARGE))]
+            large += [{f"{name}{PIECE}{i}": piece} for i, piece in enumerate(tensor.split(LENGTH))]
         else:
             large.append({name: tensor})
     return [small, *large]

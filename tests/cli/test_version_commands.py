@@ -126,6 +126,8 @@ def test_a_worse_version_says_so(own: Path, place: Path) -> None:
     [
         (0, 0, 1.0, "equal"),
         (3, 3, 1.0, "equal"),
+        (1, 0, 1.0, "equal"),
+        (2, 3, 1.0, "equal"),
         (0, 5, 2 / 32, "perhaps worse"),
         (6, 0, 2 / 64, "better"),
         (1, 8, 20 / 512, "worse"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-SIGNIFICANT = 0.05
+SIGNIFICANT, PLAUSIBLE = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Paired:
 
     @property
     def verdict(self) -> str:
-        """better, worse or equal, or one of the first two with `perhaps` where it may be chance."""
-        if self.gained == self.lost:
+        """better or worse, with `perhaps` where it may be chance; equal where chance does as much every other time."""
+        if self.gained == self.lost or self.chance > PLAUSIBLE:
             return "equal"
         word = "better" if self.gained > self.lost else "worse"
         return word if self.chance < SIGNIFICANT else f"perhaps {word}"
