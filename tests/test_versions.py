@@ -173,6 +173,7 @@ def test_a_version_that_cannot_be_read_is_dropped_by_the_next_commit(three: Mode
     (three.path / "versions" / "1.json").write_text("{}")
     with pytest.raises(StoreError, match=r"1\.json is damaged"):
         undo(three.path, to=1)
+    assert [v.number for v in history(three.path)] == [3, 2]
     commit(three, model(4))
     assert [v.number for v in history(three.path)] == [4, 3, 2]
     assert three.files() | {"model.json"} == set(files(three.path)) - {".lock"}

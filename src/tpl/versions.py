@@ -7,6 +7,7 @@ files that have not changed. `undo` makes an older version the newest; as this i
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain
@@ -59,7 +60,8 @@ def history(path: Path | str) -> list[Version]:
     newest = store.header()
     headers = {int(newest["commits"]): newest}
     for number in newest.get("older", {}):
-        headers[int(number)] = store.header(int(number))
+        with suppress(StoreError):  # one that cannot be read cannot be gone back to
+            headers[int(number)] = store.header(int(number))
     files = {n: {f"versions/{n}.json", *chain.from_iterable(files_of(h))} for n, h in headers.items()}
     uses = Counter(file for own in files.values() for file in own)
     return [

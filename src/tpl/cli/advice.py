@@ -96,7 +96,8 @@ def _reader(
 def _print(report: dict[str, Any]) -> None:
     """Print what was found, the worst first."""
     images, classes = sum(report["classes"].values()), report["classes"]
-    out.print(f"{images} readable images of {len(classes)} classes in {escape(report['source'])}.", highlight=False)
+    words = f"{len(classes)} class{'es' * (len(classes) != 1)}"
+    out.print(f"{images} readable images of {words} in {escape(report['source'])}.", highlight=False)
     _section(
         "Files left out",
         [f"{k['count']} x {k['suffix']}, such as {k['example']}: {k['hint']}" for k in report["left_out"]]
@@ -192,8 +193,8 @@ def suggest(
         progress.begin("looking", None)
         suggested, seen, errors = _suggested(learner, images, count, batch, progress.advance)
     if not seen:
-        why = f": {errors[0]}" if errors else ""
-        raise TplError(f"There are no readable images in {printable(', '.join(images))}{why}.")
+        why = f": {errors[0]}" if errors else "."
+        raise TplError(f"There are no readable images in {printable(', '.join(images))}{why}")
     if as_json:
         print_json({"model": str(model), "images": seen, "suggested": suggested, "unreadable": errors})
         return

@@ -26,8 +26,9 @@ from tpl.methods.plus import EXPERT, Balance, TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.scores.distances import ClassStatistics
 
-# Options of training alone: two models may differ in these.
-OF_TRAINING = {f.name for f in fields(Recipe)} | {"memory", "sparsity", "mask_gradient", "random_features"}
+# Two models may differ in options of training, and in how many task models are run.
+MAY_DIFFER = {f.name for f in fields(Recipe)} | {"memory", "sparsity", "mask_gradient", "random_features"}
+MAY_DIFFER |= {"passes", "passes_mass"}  # the first model's hold
 # What an expert consists of: anything else in it could not be merged.
 PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view")
 ADDED, LEARNED, ESTIMATED = "added", "learned", "estimated"
@@ -68,7 +69,7 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
             "features of different encoders cannot be compared."
         )
     mine, others = a.config.to_dict(), b.config.to_dict()
-    different = [name for name in mine if name not in OF_TRAINING and mine[name] != others[name]]
+    different = [name for name in mine if name not in MAY_DIFFER and mine[name] != others[name]]
     if different:
         pairs = ", ".join(f"{name}={mine[name]} and {others[name]}" for name in different)
         raise TplError(f"The models have different options, {pairs}; only models with equal ones can be merged.")
