@@ -15,8 +15,11 @@ from handwriting import digits
 from small_encoder import SMALL_VIT
 from tpl import Learner, Task, TplError, cli
 from tpl.export.graph import AnswerGraph
+from tpl.methods.bank import Query
+from tpl.methods.bank.bank import RowInference
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
+from tpl.nets import ViTEncoder
 
 OPTIONS: dict[str, Any] = {"epochs": 2, "latent": 8, "batch_size": 16, "memory": 200, "lr": 0.05}
 PLUS = OPTIONS | {"random_features": 128}
@@ -177,6 +180,17 @@ def test_an_exported_graph_of_a_merged_model(stored: Path) -> None:
     with torch.no_grad():
         log_p, *_ = AnswerGraph(a.method)(a.prepare(PROBE))
     torch.testing.assert_close(log_p.double(), a.log_probabilities(PROBE), rtol=1e-3, atol=1e-3)
+
+
+def test_rows_of_several_adapter_sets_in_one_query(stored: Path) -> None:
+    """Batches of rows, as a GPU runs them: rows of one pass share their adapters."""
+    a, b = pair(stored, "tpl")
+    before = [features(learner, t) for learner in (a, b) for t in (0, 1)]
+    a.merge(b)
+    assert isinstance(a.method, TPL) and isinstance(a.method.encoder, ViTEncoder)
+    found = RowInference(a.method.bank, a.method.encoder)(a.prepare(PROBE), [Query(t) for t in (2, 0, 3, 1)])
+    for t, z in zip((2, 0, 3, 1), found, strict=True):
+        torch.testing.assert_close(z, before[t], rtol=1e-4, atol=1e-4)
 
 
 # The command
