@@ -51,10 +51,11 @@ def new_model(path: Path, encoder: str) -> None:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """A model as plain bytes: all that is in it but the time it was learned."""
+    """A model as plain bytes: all that is in it but when it was learned and committed."""
     from tpl.store import ModelStore
 
     header, state, memory = ModelStore(path).read()
+    header.pop("committed", None)
     header["tasks"] = [{k: v for k, v in task.items() if k != "learned"} for task in header["tasks"]]
     parts = [state.shared, memory, *state.tasks]
     return {"header": header, "tensors": [{k: _bytes(v) for k, v in part.items()} for part in parts]}
@@ -64,7 +65,7 @@ def leftovers(path: Path) -> list[str]:
     """Files that belong to no model."""
     from tpl.store import ModelStore
 
-    known = {"model.json", ".lock", *ModelStore(path).header()["files"]}
+    known = {"model.json", ".lock", *ModelStore(path).files()}
     return sorted({str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - known)
 
 
@@ -75,12 +76,12 @@ def work(path: Path, change: Change, tell: int | None = None) -> None:
 
     commit = ModelStore.commit
 
-    def announced(self: ModelStore, *parts: Any) -> None:
+    def announced(self: ModelStore, *parts: Any, **options: Any) -> None:
         if tell is not None:
             os.write(tell, b"!")
-        commit(self, *parts)
+        commit(self, *parts, **options)
 
-    ModelStore.commit = announced  # type: ignore[method-assign, assignment]
+    ModelStore.commit = announced  # type: ignore[method-assign]
     try:
         with Learner.changing(path, device="cpu") as learner:
             change(learner)

@@ -20,7 +20,7 @@ import tpl
 from handwriting import digits
 from small_encoder import SMALL_VIT
 from tpl import Answer, Learner, Stream, Task, TaskRecord, TplError
-from tpl.store import ModelStore
+from tpl.store import SCHEMA, ModelStore
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 16, "memory": 12}
 
@@ -214,7 +214,7 @@ def test_a_model_of_schema_1_is_read(learner: Learner, stream: Stream, tmp_path:
     with pytest.raises(TplError, match="earlier version"):
         again.update(images, ["class 0"] * len(images))
     again.rename("class 0", "zero").remove("class 1").save(store.path)
-    assert store.header()["schema"] == 2
+    assert store.header()["schema"] == SCHEMA
     assert tpl.load(store.path, device="cpu").classes_ == ["zero", "class 2", "class 3"]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,11 +32,13 @@ from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.methods.merge import merge
 from tpl.migrate import current_options
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, StoreError
 from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
+from tpl.versions import about_version, kept_by
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
@@ -69,6 +72,7 @@ class Learner:
         self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
         self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
+        self._erases = False  # whether a class was removed, so that the next commit deletes older versions
 
     # What was learned
 
@@ -283,12 +287,14 @@ class Learner:
     def remove(self, name: str) -> Self:
         """Remove a class: its exemplars, mean, head row and held-out images; from disk with the next `save`.
 
-        What was trained on several classes together stays, and so do predictions among the others. A task without
-        classes is removed; the units of its mask stay in use, as other tasks may share them.
+        That deletes older versions, too, as they hold the class. What was trained on several classes together stays,
+        and so do predictions among the others. A task without classes is removed; the units of its mask stay in use,
+        as other tasks may share them.
         """
         entries = [entry.without(name) for entry in self._task_entries()]
         self.method.remove(name)
         self._entries = [entry for entry in entries if entry.classes]
+        self._erases = True
         return self
 
     def rename(self, old: str, new: str) -> Self:
@@ -297,6 +303,23 @@ class Learner:
         self.method.rename(old, new)
         self._entries = entries
         return self
+
+    def merge(self, other: Learner, estimate: bool = False) -> str | None:
+        """Add all that another learner, trained apart on the same encoder, has learned; nothing is trained.
+
+        Features under every task's model stay the same, bit for bit. Classes must have different names. Returns how
+        the expert of tpl-plus was merged: `added`, `learned` or, only with `estimate`, `estimated`; see
+        `tpl.methods.merge`.
+        """
+        names = {entry.name for entry in self._task_entries()}
+        entries = [*self._task_entries()]
+        for entry in other._task_entries():
+            name = _unused(entry.name, names)
+            names.add(name)
+            entries.append(replace(entry, name=name))
+        how = merge(self.method, other.method, estimate)
+        self._entries = entries
+        return how
 
     def _as_task(self, images: Given, labels: Sequence[str] | None, name: str | None) -> Task:
         """The task to learn, with a unique name."""
@@ -310,10 +333,7 @@ class Learner:
         task = _as_task(images, labels, name or default)
         if not len(task.train):
             raise TplError("There are no images to learn from.")
-        chosen, number = name or task.name, 2
-        while chosen in taken:
-            chosen, number = f"{task.name} {number}", number + 1
-        return replace(task, name=chosen)
+        return replace(task, name=_unused(name or task.name, taken))
 
     def _refuse_known(self, task: Task) -> None:
         known = [] if self.method.cumulative else [c for c in task.classes if c in self.classes_]
@@ -329,15 +349,23 @@ class Learner:
 
     # Storage
 
-    def save(self, path: Path | str) -> None:
-        """Write the model directory, or update it, in one atomic step."""
+    def save(self, path: Path | str, versions: int | None = None) -> None:
+        """Write the model directory, or update it, in one atomic step.
+
+        The newest `versions` older versions stay in it; None: as many as before, in a new directory 5. After `remove`,
+        none of them does.
+        """
         store = ModelStore(path)
         with store.writing():
             place, commits = self._origin or (None, 0)
             if place == store.path.resolve() and store.exists() and store.header()["commits"] != commits:
                 raise StoreError(f"{path} was changed by another process meanwhile; load it and do this again.")
             memory = self.method.memory.state() if self.method.memory is not None else {}
-            store.commit(self._header(), self.method.state(), memory)
+            old, header = store.header() if store.exists() else None, self._header()
+            keep = kept_by(old) if versions is None else versions
+            header |= about_version(old, header, keep)
+            store.commit(header, self.method.state(), memory, keep=0 if self._erases else keep)
+            self._erases = False
             self._origin = store.path.resolve(), int(store.header()["commits"])
 
     @classmethod
@@ -361,10 +389,14 @@ class Learner:
         device: str = "auto",
         precision: str = "auto",
         compile: str = "auto",
+        version: int | None = None,
     ) -> Self:
-        """The learner that `save` wrote. `weights` names the encoder's file if it has moved."""
+        """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
+
+        `version` is the number of an older version that is kept (`tpl history`); to save it makes it the newest one.
+        """
         store = ModelStore(path)
-        header, state, memory = store.read()
+        header, state, memory = store.read(version)
         encoder = header["encoder"]
         learner = cls(
             header["method"],
@@ -388,7 +420,8 @@ class Learner:
         if learner.method.memory is not None and memory:
             learner.method.memory.load_state(memory)
         learner.method.load_state(state)
-        learner._origin = store.path.resolve(), int(header["commits"])
+        commits = header["commits"] if version is None else store.header()["commits"]
+        learner._origin = store.path.resolve(), int(commits)
         return learner
 
     def _header(self) -> dict[str, Any]:
@@ -463,6 +496,12 @@ def _as_task(images: Given, labels: Sequence[str] | None, name: str) -> Task:
         raise TplError("A label is empty; every image needs the name of a class.")
     classes, numbers = np.unique(np.array(names, dtype=object), return_inverse=True)
     return Task(name, tuple(classes.tolist()), relabelled(given, np.arange(len(given)), numbers))
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """The name, or with a number where it is taken."""
+    numbered = (f"{name} {number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in taken)
 
 
 def _without_empty_classes(task: Task) -> Task:

@@ -3,13 +3,16 @@
     model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file
     tasks/000/task-0.safetensors    what task 0 owns for good
     tasks/001/task-1.safetensors    and so on, one folder a commit
-    tasks/001/shared.safetensors    what the tasks share, as of the newest commit
-    tasks/001/memory.safetensors    the replay memory, as of the newest commit
+    tasks/001/shared.safetensors    what the tasks share, as of this commit; large tensors have files of their own,
+    tasks/001/shared-1.safetensors  so that versions share those that have not changed
+    tasks/001/memory.safetensors    the replay memory, as of this commit
+    versions/1.json                 model.json of an older version that is kept
 
 A commit writes a new folder under a temporary name, renames it, and then replaces `model.json`: this is the moment at
-which the new model exists. If anything fails before, the old model stays as it was. Files that the new one does not
-need are deleted afterwards, by the next writer if this one is killed. A task that changed (a class was removed or
-updated) is written again in the newest folder. No pickle, neither on writing nor on reading.
+which the new model exists. If anything fails before, the old model stays as it was. Files that neither the new one nor
+an older version that is kept needs are deleted afterwards, by the next writer if this one is killed. What changed since
+the last commit (a task of which a class was removed or updated, a large tensor) is written again in the newest folder.
+No pickle, neither on writing nor on reading.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from tpl.blocks import from_blocks, in_blocks
 from tpl.errors import TplError
 from tpl.files import partial_path, replace_atomically, sha256_of, sync_folder
 
@@ -41,10 +45,12 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs
 
     Tensors = dict[str, Tensor]
 
-SCHEMA = 2
-READABLE = (1, 2)  # schema 1 had no checksums, and of a task only its classes
+SCHEMA = 3
+READABLE = (1, 2, 3)  # schema 2 had no versions; schema 1 no checksums either, and of a task only its classes
+SHARED, MEMORY = "shared", "memory"
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
-PART = re.compile(r"tasks/\d{3,}/(?:task-\d+|shared|memory)\.safetensors")  # all files of a model but model.json
+PART = re.compile(r"tasks/\d{3,}/(?:task-\d+|(?:shared|memory)(?:-\d+)?)\.safetensors")  # all files with tensors
+VERSION = re.compile(r"\d+\.json|\.\d+\.json\.partial")
 LARGEST_HEADER = 64 << 20  # bytes: a hundred thousand classes take a few megabytes
 
 
@@ -152,45 +158,57 @@ class ModelStore:
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
 
-    def header(self) -> dict[str, Any]:
-        """The content of `model.json`."""
+    def header(self, version: int | None = None) -> dict[str, Any]:
+        """The content of `model.json`, of today or of an older version that is kept."""
         if not self.exists():
             raise StoreError(f"{self.path} holds no model: there is no model.json in it.")
+        header = self._header("model.json", None)
+        if version is None or version == header.get("commits"):
+            return header
+        older = _older(header)
+        if version not in older:
+            raise StoreError(f"{self.path} has no version {version}: {_in_words(header)}.")
+        return self._header(f"versions/{version}.json", older[version])
+
+    def _header(self, name: str, checksum: str | None) -> dict[str, Any]:
         try:
-            header: dict[str, Any] = json.loads(self._content("model.json", LARGEST_HEADER))
+            content = self._content(name, LARGEST_HEADER)
+            if checksum is not None and hashlib.sha256(content).hexdigest() != checksum:
+                raise ValueError("its sha256 is not the one in model.json")
+            header: dict[str, Any] = json.loads(content)
             schema = header["schema"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
+            raise StoreError(f"{self.path / name} is damaged ({error}); restore it from a backup.") from error
         if schema not in READABLE:
-            known = " and ".join(map(str, READABLE))
+            known = ", ".join(map(str, READABLE))
             raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
         return header
 
-    def read(self) -> tuple[dict[str, Any], State, Tensors]:
-        """Header, state and memory of the committed model."""
-        header = self.header()
+    def read(self, version: int | None = None) -> tuple[dict[str, Any], State, Tensors]:
+        """Header, state and memory of the committed model, or of an older version that is kept."""
+        header = self.header(version)
         try:
             return header, *self._read_parts(header)
         except StoreError:
-            if self.header() == header:
+            if self.header(version) == header:
                 raise
-        return self.read()  # a writer committed meanwhile and removed files of the old header
+        return self.read(version)  # a writer committed meanwhile and removed files of the old header
 
     def _read_parts(self, header: dict[str, Any]) -> tuple[State, Tensors]:
         try:
-            newest, files = header["newest"], [task["file"] for task in header["tasks"]]
-            sums = header["files"] if header["schema"] > 1 else {}
-            wanted = [f"{newest}/shared.safetensors", f"{newest}/memory.safetensors", *files]
-            checksums = {file: sums[file] if header["schema"] > 1 else None for file in wanted}
-        except (KeyError, TypeError) as error:
+            shared, memory, tasks = files_of(header)
+            sums = header["files"] if header["schema"] > 1 else dict.fromkeys([*shared, *memory, *tasks])
+            checksums = {file: sums[file] for file in (*shared, *memory, *tasks)}
+        except (KeyError, TypeError, AttributeError) as error:
             raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
-        shared, memory, *tasks = (self._load(file, checksums[file]) for file in wanted)
-        return State(shared, tasks), memory
+        joined = [from_blocks(self._load(file, checksums[file]) for file in part) for part in (shared, memory)]
+        return State(joined[0], [self._load(file, checksums[file]) for file in tasks]), joined[1]
 
-    def commit(self, header: dict[str, Any], state: State, memory: Tensors) -> None:
+    def commit(self, header: dict[str, Any], state: State, memory: Tensors, keep: int = 0) -> None:
         """Replace the stored model by this one, or leave the old one untouched.
 
-        `header["tasks"]` lists all tasks; those that are already stored, bit for bit, are not written again.
+        `header["tasks"]` lists all tasks; those that are already stored, bit for bit, are not written again. The
+        newest `keep` of the older versions stay readable.
         """
         old: dict[str, Any] = self.header() if self.exists() else {"tasks": [], "commits": 0}
         newest = f"tasks/{old['commits']:03d}"
@@ -200,24 +218,90 @@ class ModelStore:
             stored = (task["file"] for task in old["tasks"][i : i + gone + 1])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
         parts = {f: own for f, own in zip(files, state.tasks, strict=True) if f.startswith(f"{newest}/")}
-        parts |= {f"{newest}/shared.safetensors": state.shared, f"{newest}/memory.safetensors": memory}
+        places = {}
+        for part, tensors in ((SHARED, state.shared), (MEMORY, memory)):
+            blocks = {f"{newest}/{part}{f'-{i}' * bool(i)}.safetensors": b for i, b in enumerate(in_blocks(tensors))}
+            places[part] = [
+                (self._stored(block, old) if i else None) or f for i, (f, block) in enumerate(blocks.items())
+            ]
+            parts |= {file: block for file, block in blocks.items() if file in places[part]}
         tasks = [task | {"file": file} for task, file in zip(header["tasks"], files, strict=True)]
+        complete = header | {"tasks": tasks, "parts": places, "newest": newest}
         try:
             written = self._write_folder(newest, parts)
-            sums = {file: written.get(file) or sha256_of(self.path / file) for file in {*files, *parts}}
-            complete = {"schema": SCHEMA} | header
-            complete |= {"tasks": tasks, "newest": newest, "commits": old["commits"] + 1}
-            complete["files"] = dict(sorted(sums.items()))
-            replace_atomically(self.header_file, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
-        except (OSError, SafetensorError) as error:
+            wanted = {*files, *itertools.chain.from_iterable(places.values())}
+            sums = {file: written.get(file) or sha256_of(self.path / file) for file in wanted}
+            self._replace_header(complete | {"files": dict(sorted(sums.items()))}, old, keep)
+        except (OSError, SafetensorError, StoreError) as error:
             for leftover in (self.path / newest, partial_path(self.path / newest)):
                 shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
                 partial_path(self.header_file).unlink(missing_ok=True)
+            self._delete_unused()
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
             ) from error
         self._delete_unused()
+
+    def go_back(self, version: int, keep: int, more: dict[str, Any]) -> None:
+        """Make an older version the newest one; the present model becomes an older version. `more` is for the header.
+
+        No tensor is written or deleted, so this can be taken back in the same way.
+        """
+        with self.existing():
+            old, wanted = self.header(), self.header(version)
+            try:
+                self._replace_header(wanted | more, old, keep)
+            except OSError as error:
+                raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
+            self._delete_unused()
+
+    def prune(self, keep: int, more: dict[str, Any]) -> None:
+        """Delete all older versions but the newest `keep`. `more` is for the header."""
+        with self.existing():
+            header = self.header()
+            complete = header | {"older": _newest(self._kept(header), keep)} | more
+            try:
+                replace_atomically(self.header_file, _as_text(complete))
+            except OSError as error:
+                raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
+            self._delete_unused()
+
+    def _replace_header(self, header: dict[str, Any], old: dict[str, Any], keep: int) -> None:
+        """Commit: write the old header as that of an older version, if it is kept, and replace `model.json`."""
+        older = self._kept(old)
+        if keep and old["commits"] and kept_number(old) == old["commits"]:
+            content = self._content("model.json")
+            self._refuse_links("versions")
+            (self.path / "versions").mkdir(exist_ok=True)
+            replace_atomically(self.path / f"versions/{old['commits']}.json", content)
+            older[old["commits"]] = hashlib.sha256(content).hexdigest()
+        complete = {"schema": SCHEMA} | header | {"commits": old["commits"] + 1, "older": _newest(older, keep)}
+        replace_atomically(self.header_file, _as_text(complete))
+
+    def _kept(self, header: dict[str, Any]) -> dict[int, str]:
+        """The older versions that a header lists and that can be read: nobody can go back to the others."""
+        kept = {}
+        for version, checksum in _older(header).items():
+            with suppress(StoreError):
+                self._header(f"versions/{version}.json", checksum)
+                kept[version] = checksum
+        return kept
+
+    def _stored(self, tensors: Tensors, header: dict[str, Any]) -> str | None:
+        """The file of the present model or of an older version that holds exactly these tensors."""
+        from safetensors.torch import save
+
+        if not header.get("files"):
+            return None
+        checksum = hashlib.sha256(save(_on_cpu(tensors))).hexdigest()
+        for each in (header, *(self.header(version) for version in self._kept(header))):
+            for file, known in each.get("files", {}).items():
+                if known == checksum and PART.fullmatch(file):
+                    with suppress(OSError):
+                        if sha256_of(self.path / file) == checksum:  # a damaged one is written again
+                            return str(file)
+        return None
 
     def _write_folder(self, folder: str, parts: dict[str, Tensors]) -> dict[str, str]:
         """Write files into a new folder; returns their checksums."""
@@ -302,21 +386,35 @@ class ModelStore:
         given = {k: v.detach().cpu() for k, v in tensors.items()}
         return all(stored[k].dtype == v.dtype and torch.equal(stored[k], v) for k, v in given.items())
 
+    def files(self) -> set[str]:
+        """The files of the model and of all older versions that are kept, other than `model.json`."""
+        header = self.header()
+        files = set(itertools.chain.from_iterable(files_of(header)))
+        for number, checksum in _older(header).items():
+            name = f"versions/{number}.json"
+            files |= {name, *itertools.chain.from_iterable(files_of(self._header(name, checksum)))}
+        return files
+
     def _delete_unused(self) -> None:
-        """Delete what the header does not refer to: older commits, and what a killed writer left behind."""
+        """Delete what neither the model nor a kept version needs: older commits, and what a killed writer left."""
         if not self.exists():
             return
         try:
-            header = self.header()
-            needed = {task["file"] for task in header["tasks"]}
-            needed |= {f"{header['newest']}/{part}.safetensors" for part in ("shared", "memory")}
-            self._refuse_links("tasks")
+            needed = self.files()
+            self._refuse_links("tasks", "versions")
             inside = (self.path / "tasks").iterdir()
             folders = [f for f in inside if f.is_dir() and not f.is_symlink() and COMMIT_FOLDER.fullmatch(f.name)]
-        except (StoreError, OSError, KeyError, TypeError):
-            return  # without a readable header nothing is known to be superfluous
+        except (StoreError, OSError, KeyError, TypeError, AttributeError):
+            return  # without readable headers nothing is known to be superfluous
         with suppress(OSError):
             partial_path(self.header_file).unlink(missing_ok=True)
+        with suppress(OSError):
+            versions = self.path / "versions"
+            for file in versions.iterdir() if versions.is_dir() else ():
+                if VERSION.fullmatch(file.name) and f"versions/{file.name}" not in needed:
+                    file.unlink()
+            if versions.is_dir() and not any(versions.iterdir()):
+                versions.rmdir()
         for folder in folders:
             with suppress(OSError):  # the model is committed already: leftovers are no failure
                 for file in folder.glob("*.safetensors"):
@@ -332,9 +430,56 @@ def _reason(error: Exception) -> str:
     return "the disk is full: free some space and do this again" if full else str(error)
 
 
+def files_of(header: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """The files that a header names: those of what tasks share, of the memory, and one a task."""
+    plain = {part: [f"{header['newest']}/{part}.safetensors"] for part in (SHARED, MEMORY)}  # up to schema 2
+    parts = header.get("parts", plain)
+    return list(parts[SHARED]), list(parts[MEMORY]), [task["file"] for task in header["tasks"]]
+
+
+def kept_number(header: dict[str, Any]) -> int:
+    """The number under which a model stays readable once it is changed.
+
+    A model that an undo went back to has one already, if it is still kept.
+    """
+    same = header.get("same_as")
+    return int(same) if same in _older(header) else int(header["commits"])
+
+
+def _older(header: dict[str, Any]) -> dict[int, str]:
+    """The older versions that are kept: their numbers, ascending, with the sha256 of their headers."""
+    try:
+        return {int(number): str(checksum) for number, checksum in sorted(header.get("older", {}).items(), key=_number)}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StoreError(f"model.json is damaged ({error}); restore it from a backup.") from error
+
+
+def _number(entry: tuple[str, str]) -> int:
+    return int(entry[0])
+
+
+def _newest(older: dict[int, str], keep: int) -> dict[str, str]:
+    """The newest `keep` of some older versions, for the header."""
+    return {str(number): older[number] for number in (sorted(older)[-keep:] if keep else ())}
+
+
+def _in_words(header: dict[str, Any]) -> str:
+    older = [str(number) for number in _older(header)]
+    present = f"the present one is {header['commits']}"
+    return f"{present}, and kept are {', '.join(older)}" if older else f"{present}, and no older one is kept"
+
+
+def _as_text(header: dict[str, Any]) -> str:
+    return json.dumps(header, indent=2, ensure_ascii=False) + "\n"
+
+
+def _on_cpu(tensors: Tensors) -> Tensors:
+    return {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+
+
 def _save(tensors: Tensors, file: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
+    save_file(_on_cpu(tensors), file)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())

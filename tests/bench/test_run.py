@@ -239,8 +239,8 @@ def test_interrupted_right_after_the_commit_then_resumed_is_the_same_run(
     place = Path(shutil.copytree(interrupted, tmp_path / "run"))
     save = Learner.save
 
-    def save_then_stop(self: Learner, path: Path | str) -> None:
-        save(self, path)
+    def save_then_stop(self: Learner, path: Path | str, **options: Any) -> None:
+        save(self, path, **options)
         raise KeyboardInterrupt
 
     def stop(*_: object) -> None:

@@ -204,7 +204,7 @@ class OpenRun:
         content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
         # Before the model's commit: whenever the run is interrupted, every task in the model has its stage file.
         write_stage(self.out, stage, content)
-        self.learner.save(self.store.path)
+        self.learner.save(self.store.path, versions=0)
 
     def evaluate(self, stage: int) -> None:
         """Measure a stage, unless it is left out or was measured before the run was interrupted."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,6 +19,7 @@ from tpl.cli.text import SHOWN, listed, percent, unknown_text, warn
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
+    from tpl.bench.paired import Paired
     from tpl.learner import Learner
     from tpl.stream import Labelled
 
@@ -28,6 +32,16 @@ def evaluate(
     place: Folder = None,
     data: TestData = None,
     download: Download = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLDER",
+            help="Compare with an older version (a number of `tpl history`) or another model directory.",
+        ),
+    ] = None,
+    fail_if_worse: Annotated[
+        bool, typer.Option("--fail-if-worse", help="With --against: exit with 1 if the model is worse.")
+    ] = False,
     strict: Strict = False,
     batch: Batch = 256,
     weights: Weights = None,
@@ -37,32 +51,78 @@ def evaluate(
     """Measure a model on labelled images: accuracy in all and per class, and the confusions.
 
     As fast as `tpl predict`. Images of classes that the model does not know measure how well it detects unknown
-    images. Of a folder with train/ and test/, the test/ part is used.
+    images. Of a folder with train/ and test/, the test/ part is used. With `--against`, a model that is worse than an
+    older one says so; both are compared on images of classes that both know.
 
     Examples:
 
     `tpl evaluate model test-photos/`
 
     `tpl evaluate model --data digits --json`
+
+    `tpl evaluate model test-photos/ --against 3 --fail-if-worse`
     """
     from tpl.console import work_progress
     from tpl.learner import Learner
     from tpl.stream import labelled_images
 
+    if fail_if_worse and against is None:
+        raise TplError("--fail-if-worse compares with another model: name it with --against.")
     given = labelled_images(place, data, download, testing=True)
     learner = Learner.load(model, weights, device)
+    older = None if against is None else _older(model, against, weights, device)
     with work_progress(err, as_json) as progress:
         progress.begin("evaluating", len(given.images))
         seen = _predict(learner, given, batch, strict, progress.advance)
+        if older is not None:
+            progress.begin(f"evaluating {against}", len(given.images))
+            before = _predict(older, given, batch, strict, progress.advance)
     if not seen.truth:
         raise TplError(f"None of the {len(given.images)} images in {given.origin} can be read: {seen.errors[0]}")
     report = {"model": str(model), "source": given.origin, **seen.report(learner), "skipped": list(given.skipped)}
+    if older is not None:
+        report["against"] = {"older": against, **_compared(seen, before, learner, older).to_dict()}
     if as_json:
         print_json(report)
-        return
-    for text in (*given.skipped, *seen.errors)[:SHOWN]:
-        warn(f"left out: {text}")
-    _print(report)
+    else:
+        for text in (*given.skipped, *seen.errors)[:SHOWN]:
+            warn(f"left out: {text}")
+        _print(report)
+        if older is not None:
+            print_against(report["against"])
+    if fail_if_worse and report["against"]["verdict"] == "worse":
+        raise typer.Exit(1)
+
+
+def _older(model: Path, against: str, weights: Path | None, device: str) -> Learner:
+    """The model to compare with: an older version of `model`, or another directory."""
+    from tpl.learner import Learner
+
+    if against.isdecimal() and not Path(against).is_dir():
+        return Learner.load(model, weights, device, version=int(against))
+    if not Path(against).is_dir():
+        raise TplError(f"--against takes the number of a version (`tpl history {model}`) or a model; got '{against}'.")
+    return Learner.load(against, weights, device)
+
+
+def compare(
+    older: Learner, learner: Learner, given: Labelled, name: str, advance: Callable[[int], None], batch: int = 256
+) -> dict[str, Any]:
+    """How a model compares with an older one, called `name`, on labelled images; for `print_against` and JSON."""
+    now, before = (_predict(each, given, batch, False, advance) for each in (learner, older))
+    return {"older": name, **_compared(now, before, learner, older).to_dict()}
+
+
+def _compared(now: Predictions, before: Predictions, learner: Learner, older: Learner) -> Paired:
+    """Both models on images of classes that both know."""
+    from tpl.bench.paired import Paired
+
+    common = set(learner.classes_) & set(older.classes_)
+    if not common:
+        raise TplError("The two models have no class in common: there is nothing to compare.")
+    rows = zip(now.truth, now.predicted, before.predicted, strict=True)
+    kept = [row for row in rows if row[0] in common]
+    return Paired.of(*([row[i] for row in kept] for i in range(3)))
 
 
 @dataclass
@@ -177,3 +237,24 @@ def _print_unknown(unknown: dict[str, Any]) -> None:
         if unknown[key] is not None
     ]
     out.print(f"At --reject {SHARE:g}: {' and '.join(rates)} are rejected.", highlight=False)
+
+
+def print_against(found: dict[str, Any]) -> None:
+    """Say whether the model is better or worse than the older one."""
+    words = {
+        "better": "[bold green]Better[/] than",
+        "worse": "[bold red]Worse[/] than",
+        "perhaps better": "Perhaps better than",
+        "perhaps worse": "[yellow]Perhaps worse[/] than",
+        "equal": "As good as",
+    }
+    text = (
+        f"{words[found['verdict']]} {escape(found['older'])}: {found['right']} of {found['images']} images are right, "
+        f"{found['right_before']} were; {found['gained']} gained, {found['lost']} lost."
+    )
+    if found["verdict"].startswith("perhaps"):
+        text += f" Such a difference may be chance (p = {found['chance']:.2g})."
+    out.print(text, highlight=False, soft_wrap=True)
+    if found["lost"]:
+        lost = [f"{name} {count}" for name, count in found["lost_classes"].items()]
+        out.print(f"Lost: {escape(listed(lost))}.", highlight=False, soft_wrap=True)

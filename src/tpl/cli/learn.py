@@ -118,6 +118,15 @@ def learn(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Random seed; 0 by default.", rich_help_panel=TRAINING)
     ] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Labelled photos that are not learned: compare the model before and after on them, and say if it is "
+            "worse on known classes.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     weights: Weights = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -140,6 +149,8 @@ def learn(
     `tpl learn model photos/ --memory-kind features`
 
     `tpl learn model photos/ --passes auto`
+
+    `tpl learn model birds/ --test test-photos/`
     """
     from tpl.store import ModelStore
     from tpl.stream import labelled_images
@@ -154,13 +165,17 @@ def learn(
     if classes is not None:
         given = given.only(separate(classes))
     request.check_classes(given, known, model)
+    judging = _judging(store, test, dry_run)
     before = _header_text(store)
     try:
         with uninterrupted():
-            import tpl.learner  # noqa: F401 (the slowest import)
             from tpl.console import work_progress
+            from tpl.learner import Learner  # the slowest import
         with work_progress(err, as_json) as progress:
+            older = None if judging is None else Learner.load(model, weights, device)
             report = _dry_run(store, given, request, progress) if dry_run else _learn(store, given, request, progress)
+            if older is not None and judging is not None:
+                report["against"] = _judge(older, model, judging, request, progress)
     except KeyboardInterrupt:
         stored = _header_text(store) != before
         state = "the task had just been stored" if stored else "nothing was stored, and nothing is lost"
@@ -172,6 +187,37 @@ def learn(
         print_plan(report)
     else:
         _print_learned(report)
+        if "against" in report:
+            _print_judged(report["against"], model)
+
+
+def _judging(store: ModelStore, test: Path | None, dry_run: bool) -> Labelled | None:
+    """The images to compare the models before and after on, if there is a model before."""
+    from tpl.stream import labelled_images
+
+    if test is None or dry_run:
+        return None
+    given = labelled_images(test, testing=True)
+    if store.exists():
+        return given
+    warn("--test compares with the model before, and this one is new; `tpl evaluate` measures it.")
+    return None
+
+
+def _print_judged(found: dict[str, Any], model: Path) -> None:
+    from tpl.cli.evaluate import print_against
+
+    print_against(found)
+    if "worse" in found["verdict"]:
+        out.print(f"`tpl undo {model}` goes back to the model before.", markup=False, highlight=False)
+
+
+def _judge(older: Learner, model: Path, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
+    from tpl.cli.evaluate import compare
+    from tpl.learner import Learner
+
+    progress.begin("comparing", 2 * len(given.images))
+    return compare(older, Learner.load(model, request.weights, request.device), given, "before", progress.advance)
 
 
 def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
@@ -218,6 +264,9 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     if not request.update:
         progress.begin("timing a few steps", None)
         found = estimate(learner, ready, train, chosen["epochs"])
+    from tpl.versions import bytes_of_older
+
+    older = bytes_of_older(store.path) if store.exists() else 0
     return {
         "dry_run": True,
         "model": str(store.path),
@@ -228,7 +277,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
         **chosen,
         "memory": {"kind": memory["kind"], "budget": memory["budget"]},
         "seconds": None if found is None else round(found.seconds + reading, 1),
-        "bytes": None if found is None else found.bytes,
+        "bytes": None if found is None else found.bytes + older,
         **notes,
     }
 

@@ -100,7 +100,8 @@ def remove(
 ) -> None:
     """Remove a class for good: its stored images, its statistics and its name. Takes a few seconds.
 
-    The other classes stay. On a terminal it asks for confirmation.
+    The other classes stay. Older versions of the model are deleted, as they hold the class. On a terminal it asks for
+    confirmation.
 
     Example: `tpl remove model cat --yes`
     """
@@ -108,7 +109,9 @@ def remove(
 
     if not yes:
         known = [c for task in ModelStore(model).header()["tasks"] for c in task["classes"]]
-        if name in known and not _confirmed(f"Remove '{name}' for good? Its stored images are deleted."):
+        if name in known and not _confirmed(
+            f"Remove '{name}' for good? Its stored images are deleted, and so are older versions."
+        ):
             err.print("Nothing was removed.")
             raise typer.Exit(1)
     from tpl.learner import Learner

@@ -68,12 +68,14 @@ class Trunk(nn.Module):
 def _adapters(method: TPL, bare: int) -> tuple[AdapterStack, Tensor | None]:
     """The tasks' adapters and masks, followed by those of `bare` networks whose adapters change nothing."""
     bank, embeddings = method.bank, [model.embedding.detach() for model in method.models]
-    shared = AdapterStack(*(weight.detach() for weight in bank.adapters.weights))
+    sets = [AdapterStack(*(w.detach() for w in bank.adapters_of(model).weights)) for model in method.models]
+    shared = sets[0]
     found = [bank.protection.unit_mask(embedding) for embedding in embeddings]
     masks = [mask for mask in found if mask is not None]
-    if len(masks) == len(found):  # masks of units act on the units' activations
+    if len(masks) == len(found) and not bank.joined:  # masks of units act on the units' activations
         return shared, torch.stack(masks + [torch.zeros_like(masks[0])] * bare)
-    own = [bank.protection.finished(shared, embedding) for embedding in embeddings]  # masks of weights: a set for each
+    pairs = zip(sets, embeddings, strict=True)  # masks of weights, or adapters of several banks: a set for each
+    own = [bank.protection.finished(each, embedding) for each, embedding in pairs]
     own += [AdapterStack(*(torch.zeros_like(weight) for weight in shared))] * bare
     return AdapterStack(*(torch.stack(parts) for parts in zip(*own, strict=True))), None
 

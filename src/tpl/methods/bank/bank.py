@@ -78,6 +78,7 @@ class TaskModel(nn.Module):
     """One task's own parameters; `embedding` is what the protection stores of its mask."""
 
     rotation_classes = False  # whether the last outputs are the classes rotated by 90, 180 and 270 degrees
+    adapter_set = 0  # which adapters it uses: 0 is those that the bank trains, others came with a bank that was joined
 
     def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
@@ -208,11 +209,26 @@ class Bank:
         self.protection = PROTECTIONS[config.protect](config)
         self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
         self.protection.prepare(self.adapters)
+        self.joined: list[Trainable] = []  # adapters of banks that were trained apart; never trained again
         self.tasks: list[TaskModel] = []
 
     def weights(self, task: int) -> Weights:
         """The shared weights under a finished task's mask."""
-        return self.protection.finished(self.adapters.weights, self.tasks[task].embedding.detach())
+        model = self.tasks[task]
+        return self.protection.finished(self.adapters_of(model).weights, model.embedding.detach())
+
+    def adapters_of(self, model: TaskModel) -> Trainable:
+        """The adapters that a task's model uses."""
+        return self.joined[model.adapter_set - 1] if model.adapter_set else self.adapters
+
+    def join(self, other: Bank) -> None:
+        """Add the tasks of a bank that was trained apart, with its adapters: their features stay bit for bit."""
+        first = 1 + len(self.joined)
+        self.joined += [copy.deepcopy(each).to(self.compute.device) for each in (other.adapters, *other.joined)]
+        for model in other.tasks:
+            added = copy.deepcopy(model)
+            added.adapter_set = first + model.adapter_set
+            self.add(added)
 
     def unit_mask(self, task: int) -> Tensor | None:
         """A finished task's mask over units, from 0 to 1; None if the protection does not mask units."""
@@ -263,13 +279,14 @@ class Bank:
 
     def restart(self, retired: Tensor | None) -> None:
         """Remove all tasks; `retired` are units of tasks removed earlier, which stay in use."""
-        self.tasks, self.used, self.retired = [], retired, retired
+        self.tasks, self.joined, self.used, self.retired = [], [], retired, retired
 
     def add(self, model: TaskModel) -> None:
         """Add a finished task: freeze its model and mark its units as used."""
         self.same_as = None
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
-        self.used = _united(self.used, self.unit_mask(len(self.tasks) - 1))
+        if not model.adapter_set:
+            self.used = _united(self.used, self.unit_mask(len(self.tasks) - 1))
 
     @torch.no_grad()
     def copy_newest(self, other: Bank) -> None:
@@ -282,7 +299,8 @@ class Bank:
 
     def retire(self, task: int) -> None:
         """Remove a task. Its units stay in use, since other tasks may share them."""
-        self.retired = _united(self.retired, self.unit_mask(task))
+        if not self.tasks[task].adapter_set:
+            self.retired = _united(self.retired, self.unit_mask(task))
         self.same_as = None
         del self.tasks[task]
 
@@ -335,7 +353,7 @@ class ModelVersion:
     def __init__(self, bank: Bank, task: int) -> None:
         model = bank.tasks[task]
         # Kept alive, so that no other tensor gets their address.
-        self.tensors = model.embedding, model.norms, *bank.adapters.weights
+        self.tensors = model.embedding, model.norms, *bank.adapters_of(model).weights
         self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
 
     def __eq__(self, other: object) -> bool:
@@ -454,9 +472,12 @@ class RowInference(SharedInference):
         return self.bank.unit_mask(0) is not None
 
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
-        """Passes with the same number of rows; with unit masks, of several tasks."""
+        """Passes with the same number of rows; with unit masks, of several tasks that share their adapters."""
         if self._mixes:
-            return _grouped(parts, ROWS)
+            sets: dict[int, list[QueryPart]] = {}
+            for part in parts:
+                sets.setdefault(self.bank.tasks[part.task].adapter_set, []).append(part)
+            return (group for own in sets.values() for group in _grouped(own, ROWS))
         return (group for part in parts for group in _grouped([part], ROWS))
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
@@ -470,7 +491,7 @@ class RowInference(SharedInference):
         images, tasks = rows.to(device, non_blocking=True)
         if self._mixes:
             norms, masks = self._stacks()
-            given = norms[tasks], masks[tasks], *bank.adapters.weights
+            given = norms[tasks], masks[tasks], *bank.adapters_of(bank.tasks[parts[0].task]).weights
         else:
             given = bank.tasks[parts[0].task].norms, *bank.weights(parts[0].task)
         return self._features(tokens[images], *given)[:count]

@@ -12,6 +12,7 @@ class probabilities (`log_probabilities_of`), and a score for unknown images (`i
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ from tpl.store import State, under_prefix
 from tpl.stream import Task
 
 ADAPTERS = "adapters."
+JOINED = "joined."
+ADAPTER_SET = "adapter_set"
 
 
 @dataclass(frozen=True)
@@ -382,9 +385,13 @@ class BankMethod(Method):
             shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
             shared["retired"] = self.bank.retired
+        for place, adapters in enumerate(self.bank.joined):
+            shared |= {f"{JOINED}{place}.{k}": v.detach() for k, v in adapters.state_dict().items()}
         tasks = []
         for t, (model, held) in enumerate(zip(self.bank.tasks, self.held_, strict=True)):
             own = {k: v.detach() for k, v in model.state_dict().items()} | self.task_state(t)
+            if model.adapter_set:
+                own[ADAPTER_SET] = torch.tensor(model.adapter_set)
             tasks.append(own | {f"held.{k}": v for k, v in held.tensors().items()})
         return State(shared | self.shared_state(), tasks)
 
@@ -395,10 +402,14 @@ class BankMethod(Method):
         tasks = [{k: v.to(device) for k, v in own.items()} for own in state.tasks]
         self.bank.adapters.load_state_dict(under_prefix(ADAPTERS, shared))
         self.bank.restart(shared.get("retired"))
+        while joined := under_prefix(f"{JOINED}{len(self.bank.joined)}.", shared):
+            self.bank.joined.append(copy.deepcopy(self.bank.adapters))
+            self.bank.joined[-1].load_state_dict(joined)
         self.held_, self.memory_outputs_, self._held_scores = [], [], None
         for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):
             model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
             model.rotation_classes = self.config.rotation_classes
+            model.adapter_set = int(own.get(ADAPTER_SET, 0))
             self.bank.add(model)
             features = own.get("held.features", own["head_weight"][:0])  # early versions had no held-out images
             labels = own.get("held.labels", torch.zeros(0, dtype=torch.long, device=device))
