@@ -193,6 +193,21 @@ def test_rows_of_several_adapter_sets_in_one_query(stored: Path) -> None:
         torch.testing.assert_close(z, before[t], rtol=1e-4, atol=1e-4)
 
 
+def test_an_output_for_an_old_class_goes_with_that_class(stored: Path) -> None:
+    """With others=per_class: also among classes of two models."""
+    a, b = pair(stored, "first")
+    assert isinstance(a.method, TPLPlus) and isinstance(b.method, TPLPlus)
+    newest = b.method.bank.tasks[1]
+    rows = newest.head_weight[newest.own :].clone()  # of classes 4 and 5
+    a.merge(b)
+    model = a.method.bank.tasks[3]
+    assert model.others == 4 + 2 and torch.equal(model.head_weight[model.own + 4 :], rows)
+    a.remove("class 0")
+    assert model.others == 3 + 2 and torch.equal(model.head_weight[model.own + 3 :], rows)
+    a.remove("class 4")
+    assert model.others == 3 + 1 and torch.equal(model.head_weight[model.own + 3 :], rows[1:])
+
+
 # The command
 
 

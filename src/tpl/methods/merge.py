@@ -58,8 +58,6 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
             raise TplError(f"Models of tpl and tpl-plus can be merged; '{method.name}' cannot.")
         if not method.task_classes_:
             raise TplError("One of the models has no class yet: there is nothing to merge.")
-        if method.config.others == "per_class":
-            raise TplError("others=per_class counts the classes of one model in its heads: it cannot be merged.")
     assert isinstance(a, TPL) and isinstance(b, TPL)
     if a.name != b.name:
         raise TplError(f"The models have different methods, {a.name} and {b.name}; only equal ones can be merged.")
@@ -86,6 +84,9 @@ def _merge_banks(a: TPL, b: TPL) -> None:
     there = b.memory.pixels(b.preprocess, device)
     old, new = len(a.bank.tasks), len(b.bank.tasks)
     a.bank.join(b.bank)
+    if a.config.others == "per_class":  # outputs are counted by all classes, of which there are more now
+        for model in a.bank.tasks[old:]:
+            model.pad(len(a.classes_) if model.others else 0)
     mine = a.query(there, [Query(t) for t in range(old)])
     others = a.query(here, [Query(t) for t in range(old, old + new)])
     a.memory_outputs_ = [_joined(*pair) for pair in zip(a.memory_outputs_, mine, strict=True)]

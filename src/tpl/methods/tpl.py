@@ -262,7 +262,8 @@ class TPL(BankMethod):
         had_others, self._held_scores = self._has_others, None
         if self.config.others == "per_class":
             for later in self.bank.tasks[task + 1 :]:
-                later.drop(later.own + number)
+                if number < later.others:  # none, if nothing was replayed
+                    later.drop(later.own + number)
         if self.bank.tasks[task].own == 1:
             self.bank.retire(task)
             del self.scores_[task], self.held_[task], self.memory_outputs_[task]

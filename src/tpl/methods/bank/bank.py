@@ -102,6 +102,18 @@ class TaskModel(nn.Module):
     def _first_output(self, rotation: int) -> int:
         return len(self.head_bias) - (1 + len(ROTATIONS) - rotation) * self.own if rotation else 0
 
+    @property
+    def others(self) -> int:
+        """Number of outputs for images of other tasks."""
+        return len(self.upright_head()[1]) - self.own
+
+    def pad(self, count: int) -> None:
+        """Put `count` empty outputs before those for images of other tasks."""
+        for name in ("head_weight", "head_bias"):
+            old = getattr(self, name).detach()
+            rows = torch.cat([old[: self.own], old.new_zeros(count, *old.shape[1:]), old[self.own :]])
+            setattr(self, name, nn.Parameter(rows, requires_grad=False))
+
     def drop(self, row: int) -> None:
         """Remove one output of the head; for a class of the task, also the outputs of its rotated versions."""
         rows = [row]
