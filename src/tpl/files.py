@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,15 +14,33 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def replace_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file so that, whatever happens, it holds either its old content or all of `data`; text is UTF-8."""
+def replace_atomically(path: Path, data: str | bytes, synced: bool = True) -> None:
+    """Write a file so that, whatever happens, it holds either its old content or all of `data`; text is UTF-8.
+
+    Not `synced`, the caller syncs the folder: until then a power cut can bring the old content back.
+    """
     partial = partial_path(path)
-    with partial.open("wb") as stream:
-        stream.write(data.encode() if isinstance(data, str) else data)
+    partial.unlink(missing_ok=True)  # a link would be written through
+    write_synced(partial, data.encode() if isinstance(data, str) else data)
+    partial.replace(path)
+    if synced:
+        sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file, down to the disk; it must not exist."""
+    with path.open("xb") as stream:
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and all those it lies in; new ones survive a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
 
 
 def partial_path(path: Path) -> Path:
@@ -31,16 +49,14 @@ def partial_path(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut, where the system can.
-
-    Never fails: after the rename that commits a model nothing may call the commit off.
-    """
+    """Make what was created, renamed and deleted in a folder survive a power cut, where the system can; else OSError."""
+    if os.name == "nt":  # a folder cannot be opened there
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # not possible on this system
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that sync no folders
+            raise
     finally:
         os.close(handle)

@@ -1,6 +1,7 @@
 """The model directory: all that a learned model is, readable and never half-written.
 
-    model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file
+    model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file and
+                                    of itself (`header.py`)
     tasks/000/task-0.safetensors    what task 0 owns for good
     tasks/001/task-1.safetensors    and so on, one folder a commit
     tasks/001/shared.safetensors    what the tasks share, as of the newest commit
@@ -23,7 +24,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,7 +35,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from tpl.errors import TplError
-from tpl.files import partial_path, replace_atomically, sha256_of, sync_folder
+from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, write_synced
+from tpl.header import SEAL, check_header, parts_of, seal_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
     from torch import Tensor
@@ -44,11 +46,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs
 SCHEMA = 2
 READABLE = (1, 2)  # schema 1 had no checksums, and of a task only its classes
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
-PART = re.compile(r"tasks/\d{3,}/(?:task-\d+|shared|memory)\.safetensors")  # all files of a model but model.json
-LARGEST_HEADER = 64 << 20  # bytes: a hundred thousand classes take a few megabytes
-
+LARGEST_HEADER = 16 << 20  # bytes: a hundred thousand classes take a few megabytes
+SPARSE = 100  # a file this many times larger than its room on disk is no file of a model
 
 _DIRECTORY, _NO_LINK, _NO_WAIT = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
+_DESCRIPTORS = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # not on Windows: names are checked there
 
 
 class StoreError(TplError):
@@ -87,7 +89,7 @@ class ModelStore:
     def writing(self) -> Iterator[None]:
         """Lock the directory for writing; a second writer gets an error."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be made a model directory: {error}.") from error
         # One lock object per directory and process, so that the holder of the lock can commit.
@@ -153,17 +155,21 @@ class ModelStore:
             return "another process"
 
     def header(self) -> dict[str, Any]:
-        """The content of `model.json`."""
+        """The content of `model.json`, checked against its schema and its seal."""
         if not self.exists():
             raise StoreError(f"{self.path} holds no model: there is no model.json in it.")
         try:
-            header: dict[str, Any] = json.loads(self._content("model.json", LARGEST_HEADER))
+            header: dict[str, Any] = json.loads(self._content("model.json", LARGEST_HEADER), parse_constant=_refused)
             schema = header["schema"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if type(schema) is int and schema not in READABLE:
+                known = " and ".join(map(str, READABLE))
+                raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
+            seal = header.pop(SEAL, None)  # earlier versions wrote none
+            check_header(header)
+            if seal is not None and seal != seal_of(header):
+                raise ValueError("its content is not what was written: the seal differs")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
-        if schema not in READABLE:
-            known = " and ".join(map(str, READABLE))
-            raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
         return header
 
     def read(self) -> tuple[dict[str, Any], State, Tensors]:
@@ -177,14 +183,8 @@ class ModelStore:
         return self.read()  # a writer committed meanwhile and removed files of the old header
 
     def _read_parts(self, header: dict[str, Any]) -> tuple[State, Tensors]:
-        try:
-            newest, files = header["newest"], [task["file"] for task in header["tasks"]]
-            sums = header["files"] if header["schema"] > 1 else {}
-            wanted = [f"{newest}/shared.safetensors", f"{newest}/memory.safetensors", *files]
-            checksums = {file: sums[file] if header["schema"] > 1 else None for file in wanted}
-        except (KeyError, TypeError) as error:
-            raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
-        shared, memory, *tasks = (self._load(file, checksums[file]) for file in wanted)
+        sums = header.get("files") or {}  # schema 1 has none
+        shared, memory, *tasks = (self._load(file, sums.get(file)) for file in parts_of(header))
         return State(shared, tasks), memory
 
     def commit(self, header: dict[str, Any], state: State, memory: Tensors) -> None:
@@ -197,7 +197,7 @@ class ModelStore:
         files = [f"{newest}/task-{i}.safetensors" for i in range(len(state.tasks))]
         gone = max(len(old["tasks"]) - len(state.tasks), 0)  # where tasks were removed, later ones moved up
         for i, own in enumerate(state.tasks):
-            stored = (task["file"] for task in old["tasks"][i : i + gone + 1])
+            stored = (task["file"] for task in old["tasks"][i : i + gone + 1] if task["file"] not in files[:i])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
         parts = {f: own for f, own in zip(files, state.tasks, strict=True) if f.startswith(f"{newest}/")}
         parts |= {f"{newest}/shared.safetensors": state.shared, f"{newest}/memory.safetensors": memory}
@@ -208,14 +208,24 @@ class ModelStore:
             complete = {"schema": SCHEMA} | header
             complete |= {"tasks": tasks, "newest": newest, "commits": old["commits"] + 1}
             complete["files"] = dict(sorted(sums.items()))
-            replace_atomically(self.header_file, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
-        except (OSError, SafetensorError) as error:
+            check_header(complete)
+            complete[SEAL] = seal_of(complete)
+            text = json.dumps(complete, indent=2, ensure_ascii=False) + "\n"
+            replace_atomically(self.header_file, text, synced=False)
+        except (OSError, SafetensorError, ValueError) as error:
             for leftover in (self.path / newest, partial_path(self.path / newest)):
                 shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
                 partial_path(self.header_file).unlink(missing_ok=True)
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
+            ) from error
+        try:
+            sync_folder(self.path)
+        except OSError as error:  # the old model's files stay, in case that a power cut brings its header back
+            raise StoreError(
+                f"The new model in {self.path} is written, but the disk does not confirm it ({error}): a power cut "
+                "could bring the old model back. Check the disk."
             ) from error
         self._delete_unused()
 
@@ -225,7 +235,9 @@ class ModelStore:
         partial = partial_path(target)
         for stale in (partial, target):  # what an interrupted commit left behind
             shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self._refuse_links("tasks")
+        make_folder(target.parent)
+        partial.mkdir()
         sums = {}
         for name, tensors in parts.items():
             _save(tensors, partial / Path(name).name)
@@ -243,29 +255,37 @@ class ModelStore:
                     f"{self.path / name} is a link; a model directory may hold none. Copy what it links to."
                 )
 
+    @contextmanager
+    def _folder(self, *names: str) -> Iterator[int]:
+        """A descriptor of the directory or of a folder in it, reached through no link inside the directory."""
+        handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
+        try:
+            for name in names:
+                outer, handle = handle, os.open(name, os.O_RDONLY | _DIRECTORY | _NO_LINK, dir_fd=handle)
+                os.close(outer)
+            yield handle
+        finally:
+            os.close(handle)
+
     def _content(self, name: str, most: int | None = None) -> bytes:
         """The bytes of one of the directory's own files. Links, devices and pipes inside the directory are refused."""
         *folders, file = name.split("/")
-        if os.open not in os.supports_dir_fd:  # Windows: no directory descriptors, so names are checked
+        if not _DESCRIPTORS:
             self._refuse_links(*itertools.accumulate(folders, "{}/{}".format), name)
             return (self.path / name).read_bytes()
-        handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
         try:
-            for folder in folders:
-                outer, handle = handle, os.open(folder, os.O_RDONLY | _DIRECTORY | _NO_LINK, dir_fd=handle)
-                os.close(outer)
-            opened = os.open(file, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=handle)
+            with self._folder(*folders) as folder:
+                opened = os.open(file, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise StoreError(f"{self.path / name} is or passes a link; a model directory may hold none.") from error
             raise
-        finally:
-            os.close(handle)
         with open(opened, "rb") as stream:
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise StoreError(f"{self.path / name} is no ordinary file: this is no model directory of tpl.")
-            if most is not None and found.st_size > most:
+            sparse = found.st_size > SPARSE * (getattr(found, "st_blocks", found.st_size) * 512 + 4096)
+            if sparse or (most is not None and found.st_size > most):
                 raise StoreError(f"{self.path / name} is damaged ({found.st_size} bytes); restore it from a backup.")
             return stream.read()
 
@@ -273,20 +293,20 @@ class ModelStore:
         """The tensors of a file, checked against its checksum."""
         from safetensors.torch import load
 
-        if not isinstance(name, str) or not PART.fullmatch(name):
-            raise StoreError(f"{self.header_file} is damaged: it names '{name}', which is no file of a model.")
         file = self.path / name
         try:
             content = self._content(name)
+            if int.from_bytes(content[:8], "little") > LARGEST_HEADER:  # where safetensors lists its tensors
+                raise StoreError(f"{file} is damaged (its list of tensors is too long); restore it from a backup.")
             if checksum is not None and hashlib.sha256(content).hexdigest() != checksum:
                 raise StoreError(
                     f"{file} is damaged (its sha256 is not the one in model.json); restore it from a backup."
                 )
             # Copied into torch's own memory, which is aligned: some CPUs' matrix products round by alignment.
-            return {name: tensor.clone() for name, tensor in load(content).items()}
+            return _checked({name: tensor.clone() for name, tensor in load(content).items()})
         except FileNotFoundError:
             raise StoreError(f"{file} is missing; restore it from a backup.") from None
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise StoreError(f"{file} is damaged ({error}); restore it from a backup.") from error
 
     def _holds(self, name: str, tensors: Tensors, header: dict[str, Any]) -> bool:
@@ -307,23 +327,36 @@ class ModelStore:
         if not self.exists():
             return
         try:
-            header = self.header()
-            needed = {task["file"] for task in header["tasks"]}
-            needed |= {f"{header['newest']}/{part}.safetensors" for part in ("shared", "memory")}
+            needed = set(parts_of(self.header()))
             self._refuse_links("tasks")
             inside = (self.path / "tasks").iterdir()
             folders = [f for f in inside if f.is_dir() and not f.is_symlink() and COMMIT_FOLDER.fullmatch(f.name)]
-        except (StoreError, OSError, KeyError, TypeError):
+            sync_folder(self.path)  # a header that is not on disk yet must not outlive the files of the one before
+        except (StoreError, OSError):
             return  # without a readable header nothing is known to be superfluous
         with suppress(OSError):
             partial_path(self.header_file).unlink(missing_ok=True)
         for folder in folders:
             with suppress(OSError):  # the model is committed already: leftovers are no failure
-                for file in folder.glob("*.safetensors"):
-                    if f"tasks/{folder.name}/{file.name}" not in needed:
-                        file.unlink()
-                if not any(folder.iterdir()):
-                    folder.rmdir()
+                self._delete_from(folder, needed)
+
+    def _delete_from(self, folder: Path, needed: Collection[str]) -> None:
+        """Delete the files of a folder in `tasks` that are not needed, and the folder if it is empty."""
+        if not _DESCRIPTORS:
+            for file in folder.glob("*.safetensors"):
+                if f"tasks/{folder.name}/{file.name}" not in needed:
+                    file.unlink()
+        else:
+            with self._folder("tasks", folder.name) as handle:
+                for name in os.listdir(handle):
+                    if name.endswith(".safetensors") and f"tasks/{folder.name}/{name}" not in needed:
+                        os.unlink(name, dir_fd=handle)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _reason(error: Exception) -> str:
@@ -332,9 +365,20 @@ def _reason(error: Exception) -> str:
     return "the disk is full: free some space and do this again" if full else str(error)
 
 
-def _save(tensors: Tensors, file: Path) -> None:
-    from safetensors.torch import save_file
+def _checked(tensors: Tensors) -> Tensors:
+    """Tensors of the kinds that a model has, every number finite; ValueError with the name of the first other one."""
+    import torch
 
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    whole = (torch.uint8, torch.int32, torch.int64, torch.bool)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (*whole, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"'{name}' has the type {tensor.dtype}")
+        if tensor.dtype not in whole and not torch.isfinite(tensor).all():
+            raise ValueError(f"'{name}' has numbers that are not finite")
+    return tensors
+
+
+def _save(tensors: Tensors, file: Path) -> None:
+    from safetensors.torch import save
+
+    write_synced(file, save(_checked({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})))
