@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 from pathlib import Path
 
 
@@ -12,6 +13,20 @@ def sha256_of(path: Path) -> str:
     """The sha256 of a file, in hex."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of an ordinary file of at most `most` bytes; OSError for a larger one, a device or a pipe.
+
+    A device may have no end, and a pipe may never begin.
+    """
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is no ordinary file")
+        if found.st_size > most:
+            raise OSError(f"larger than {most >> 20} MiB")
+        return stream.read(most)
 
 
 def replace_atomically(path: Path, data: str | bytes, synced: bool = True) -> None:

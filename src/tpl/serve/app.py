@@ -23,7 +23,7 @@ from tpl.serve.jobs import LEARNING
 from tpl.serve.model import ModelSource
 from tpl.serve.security import AccessMiddleware, page
 from tpl.serve.server import Server, Settings, TimingMiddleware
-from tpl.serve.uploads import files_of, read_form
+from tpl.serve.uploads import check_request, files_of, read_form
 
 MAX_EXAMPLES = 24
 BACKLOG = 512  # connections that wait to be accepted
@@ -116,6 +116,7 @@ def _add_predict(app: FastAPI, server: Server) -> None:
             model = server.model.current
             if not model.task_of_class:
                 raise Refusal(409, "Nothing was learned yet: send a task first.")
+            await asyncio.to_thread(check_request, uploads, server.settings.limits)
             options = {"top": top, "tasks": tasks, "examples": examples if server.settings.examples else 0}
             answers = await asyncio.gather(*(server.answer(model, upload, options) for upload in uploads))
         finally:

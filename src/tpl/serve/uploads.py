@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import stat
 import zipfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +40,7 @@ class Limits:
     upload: int = 256 * MIB  # bytes of a request's body
     image: int = 64 * MIB  # bytes of one image file
     pixels: int = 50_000_000  # of one image
+    request_pixels: int = 200_000_000  # of all images in one request
     files: int = 64  # in one request
     zip_bytes: int = 4096 * MIB  # all members together, expanded
     zip_ratio: float = 200.0  # expanded to compressed, the whole archive; images hardly compress at all
@@ -47,19 +50,38 @@ class Limits:
     body_seconds: float = 60.0  # without a byte of the body
 
 
-def check_pixels(stream: IO[bytes], name: str, limits: Limits) -> None:
-    """Refuse an image with too many pixels by its header; a file that is no image is left to the decoder."""
+def pixels_of(stream: IO[bytes]) -> float:
+    """The number of pixels in an image by its header; infinite for one that Pillow refuses, 0 for no image."""
     try:
         with Image.open(stream, formats=_formats()) as image:
-            width, height = image.size
+            return image.width * image.height
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        width = height = limits.pixels
+        return math.inf
     except Exception:
-        return
-    if width * height > limits.pixels:
+        return 0
+
+
+def check_pixels(stream: IO[bytes], name: str, limits: Limits) -> None:
+    """Refuse an image with too many pixels by its header; a file that is no image is left to the decoder."""
+    if pixels_of(stream) > limits.pixels:
         raise UnreadableImage(
             f"{name} has more than {limits.pixels / 1e6:g} million pixels, the most this server takes: "
             "make it smaller first."
+        )
+
+
+def check_request(uploads: Sequence[UploadFile], limits: Limits) -> None:
+    """Refuse a request whose images have too many pixels together; those that are refused by themselves do not count."""
+    total = 0.0
+    for upload in uploads:
+        found = pixels_of(upload.file)
+        total += found if found <= limits.pixels else 0
+        upload.file.seek(0)
+    if total > limits.request_pixels:
+        raise Refusal(
+            413,
+            f"The images have more than {limits.request_pixels / 1e6:g} million pixels together; send them in several "
+            "requests.",
         )
 
 

@@ -135,11 +135,16 @@ class Preprocess:
         loaded: list[Image.Image] = []  # of one small size while `waiting`; else resized and cropped
         waiting = resizer is not None
         for index in chunk:
+            if not waiting:
+                loaded.append(self._cropped(to_rgb(images.load(index)), images, index))
+                continue
             image = to_rgb(images.load(index))
-            if waiting and not (self._small(image) and image.size == (loaded or [image])[0].size):
+            if not (self._small(image) and image.size == (loaded or [image])[0].size):
                 waiting = False
-                loaded = [self._cropped(early, images, i) for early, i in zip(loaded, chunk, strict=False)]
-            loaded.append(image if waiting else self._cropped(image, images, index))
+                loaded = [self._cropped(early, images, i) for early, i in zip([*loaded, image], chunk, strict=False)]
+                del image  # one large image at a time
+            else:
+                loaded.append(image)
         geometry = self._geometry(*loaded[0].size, resizer) if resizer is not None and waiting else None
         if geometry is not None:
             return np.stack([np.asarray(image) for image in loaded]), geometry
