@@ -34,6 +34,7 @@ from tpl.files import sha256_of
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.migrate import current_options
+from tpl.names import check_stored_names
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, State, StoreError
@@ -43,6 +44,7 @@ __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
 DOWNLOAD = "TPL_DOWNLOAD"  # environment variable: with 1, loading a model may fetch its encoder's weights
+MAX_SOURCE = 5000  # characters that are kept of where a task's images came from
 HELD_OUT = 0.1  # share of every class that is not trained on
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
@@ -208,7 +210,10 @@ class Learner:
         """
         task = self._as_task(images, labels, name)
         self._refuse_known(task)
+        check_stored_names("class", task.classes)
+        check_stored_names("task", [task.name])
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
+        source = source.encode(errors="replace").decode()[-MAX_SOURCE:]  # a path may hold bytes that are no text
         learn_side_by_side([self], [task], [held_out], [callback], source)
         entry = self._entries[-1]
         callback(Event("learned", {"task": task.name, "accuracy": entry.accuracy, "held_out": sum(entry.held_out)}))
@@ -282,6 +287,7 @@ class Learner:
 
     def rename(self, old: str, new: str) -> Self:
         """Rename a class."""
+        check_stored_names("class", [new])
         entries = [entry.renamed(old, new) for entry in self._task_entries()]
         self.method.rename(old, new)
         self._entries = entries

@@ -67,7 +67,7 @@ def test_many_images_that_are_large_together_are_refused(opened: Opener) -> None
 
 
 def test_too_many_requests_at_once_are_refused(opened: Opener) -> None:
-    response = opened(limits=Limits(requests=0)).get("/health")
+    response = opened(limits=Limits(requests=0)).get("/model")
     assert response.status_code == 503 and response.headers["retry-after"] == "1"
 
 

@@ -36,7 +36,7 @@ class Archive:
         self.path = path
         try:
             self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:  # zipfile raises many kinds
             raise DataError(f"{path} cannot be opened as a zip archive ({error}): get it again.") from error
         self._lock = threading.Lock()
 
