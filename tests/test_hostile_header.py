@@ -67,9 +67,8 @@ def test_a_value_of_another_kind_under_a_new_seal_is_refused_or_harmless(model: 
         forge_header(model, lambda header, path=path, new=new: put(header, path, new))  # type: ignore[misc]
         try:
             Learner.load(model, device="cpu")
-        except TplError as error:
+        except TplError:
             refused += 1
-            assert str(error)
     assert refused > 40
 
 
@@ -102,7 +101,12 @@ def test_a_tensor_that_does_not_fit_is_refused(model: Path, change: Callable[[di
 
 @pytest.mark.parametrize(
     ("key", "change"),
-    [("lengths", lambda t: t * 2), ("lengths", lambda t: -t), ("counts", lambda t: t + 1), ("counts", lambda t: t.float())],
+    [
+        ("lengths", lambda t: t * 2),
+        ("lengths", lambda t: -t),
+        ("counts", lambda t: t + 1),
+        ("counts", lambda t: t.float()),
+    ],
 )
 def test_a_memory_whose_numbers_do_not_add_up_is_refused(model: Path, key: str, change: Callable[[Any], Any]) -> None:
     forge_tensors(model, "memory", lambda tensors: tensors.update({key: change(tensors[key])}))
@@ -112,7 +116,9 @@ def test_a_memory_whose_numbers_do_not_add_up_is_refused(model: Path, key: str, 
 
 def test_one_file_is_not_read_for_twenty_thousand_tasks(model: Path) -> None:
     def repeat(header: dict[str, Any]) -> None:
-        header["tasks"] = [header["tasks"][0] | {"classes": [str(c)], "images": [], "held_out": []} for c in range(9999)]
+        header["tasks"] = [
+            header["tasks"][0] | {"classes": [str(c)], "images": [], "held_out": []} for c in range(9999)
+        ]
 
     forge_header(model, repeat)
     with pytest.raises(StoreError, match="a file is listed twice"):

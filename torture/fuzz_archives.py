@@ -15,7 +15,17 @@ from tpl import TplError
 from tpl.serve.uploads import Limits, check_archive, check_images
 from tpl.stream import find_images, labelled_images
 
-NAMES = ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "train/cat/1.png", "../x/1.png", "a\\b\\1.png", "é/ü.png", "/")
+NAMES = (
+    "cat/1.png",
+    "cat/2.png",
+    "dog/1.png",
+    "dog/2.png",
+    "train/cat/1.png",
+    "../x/1.png",
+    "a\\b\\1.png",
+    "é/ü.png",
+    "/",
+)
 
 
 def run(seed: int, cases: int, place: Path) -> Tally:

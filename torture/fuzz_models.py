@@ -7,6 +7,8 @@ import random
 import shutil
 from pathlib import Path
 
+from torch import Tensor
+
 from torture.forged import forge_bytes, forge_header, forge_tensors
 from torture.fuzz import Case, run_attempts
 from torture.mutations import mutate_json, mutate_tensors, mutated_bytes
@@ -18,17 +20,17 @@ PARTS = ("task-0", "task-1", "shared", "memory")
 METHODS = ("tpl", "tpl-plus", "slda", "replay")
 
 
-def run(seed: int, cases: int, place: Path) -> Tally:
+def run(seed: int, cases: int, place: Path, methods: tuple[str, ...] = METHODS) -> Tally:
     """Load changed models, ask them, and sometimes learn on them."""
     tally = Tally("model directories", seed)
     images = probes()[:2]
-    for method in METHODS:
+    for method in methods:
         learned(place / f"base-{method}", method)
 
     def attempt(draw: random.Random) -> str:
         model = place / "model"
         shutil.rmtree(model, ignore_errors=True)
-        shutil.copytree(place / f"base-{draw.choice(METHODS)}", model)
+        shutil.copytree(place / f"base-{draw.choice(methods)}", model)
         Case.text = change(model, draw)
         learner = Learner.load(model, device="cpu")
         answered = learner.answers(images)
@@ -57,7 +59,7 @@ def change(model: Path, draw: random.Random) -> str:
         part = draw.choice(PARTS)
         names = [file for file in model.rglob(f"{part}.safetensors") if file.stat().st_size > 16]
         if names:
-            forge_tensors(model, part, lambda tensors: tensors and said.append(f"{part}: {mutate_tensors(tensors, draw)}"))
+            forge_tensors(model, part, lambda tensors: said.extend(_described(part, tensors, draw)))
         return said[0] if said else "nothing"
     file = draw.choice(sorted(model.rglob("*.safetensors")))
     if kind < 0.9:
@@ -81,3 +83,7 @@ def change(model: Path, draw: random.Random) -> str:
     elif what == "folder":
         file.mkdir()
     return f"{file.name}: {what}"
+
+
+def _described(part: str, tensors: dict[str, Tensor], draw: random.Random) -> list[str]:
+    return [f"{part}: {mutate_tensors(tensors, draw)}"] if tensors else []

@@ -12,8 +12,9 @@ import torch
 from torture.forged import leaves, put
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 7, 10**6, 2**31, 2**63, 10**30, 0.5, -0.5, 1e300, "", " ", "x", "tpl", "auto", "../../x",
-    "/etc/passwd", "\x1b[2J", "\ud800", "x" * 100_000, [], [[]], [None], {}, {"a": {}}, ["a", "a"], [0] * 1000,
+    None, True, False, 0, -1, 1, 7, 10**6, 2**31, 2**63, 10**30, 0.5, -0.5, 1e300, "", " ", "x", "tpl", "auto",
+    "../../x", "/etc/passwd", "\x1b[2J", "\ud800", "x" * 100_000, [], [[]], [None], {}, {"a": {}}, ["a", "a"],
+    [0] * 1000,
 )  # fmt: skip
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
 
@@ -24,7 +25,11 @@ def mutated_bytes(data: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         if not content:
             return bytes(content)
-        at = min(int(draw.expovariate(1 / 40)), len(content) - 1) if draw.random() < 0.4 else draw.randrange(len(content))
+        at = (
+            min(int(draw.expovariate(1 / 40)), len(content) - 1)
+            if draw.random() < 0.4
+            else draw.randrange(len(content))
+        )
         kind = draw.randrange(7)
         if kind == 0:
             content[at] ^= 1 << draw.randrange(8)
@@ -49,10 +54,10 @@ def mutate_json(value: dict[str, Any], draw: random.Random) -> str:
     path = draw.choice(leaves(value))
     path = path[: draw.randint(1, len(path))] if draw.random() < 0.2 else path
     kind = draw.choice(("put", "put", "put", "delete", "rename", "repeat"))
-    parent = value
+    parent: Any = value
     for key in path[:-1]:
         parent = parent[key]
-    if kind == "put" or isinstance(parent, list) and kind == "rename":
+    if kind == "put" or (isinstance(parent, list) and kind == "rename"):
         new = draw.choice(VALUES)
         put(value, path, copy.deepcopy(new))
         return f"{path} = {str(new)[:40]!r}"

@@ -86,9 +86,9 @@ def watching(see: See, done: See = lambda operation: None) -> Iterator[None]:
             return io.open(path, mode, *args, **options)  # noqa: UP020 (pathlib's own is replaced)
         operation = Operation("create", os.path.abspath(path))
         see(operation)
-        opened = _Written(io.open(path, mode, *args, **options), os.path.abspath(path), see, done)  # noqa: UP020
+        stream = io.open(path, mode, *args, **options)  # noqa: SIM115, UP020
         done(operation)
-        return opened
+        return _Written(stream, os.path.abspath(path), see, done)
 
     with ExitStack() as patches:
         patch = mock.patch.object

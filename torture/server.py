@@ -66,7 +66,9 @@ class Server:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)])
         command = [sys.executable, "-m", "tpl", "serve", str(self.model), "--port", str(self.port), "--device", "cpu"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, "--epochs", "1", "--json"], stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(
+                [*command, "--epochs", "1", "--json"], stdout=log, stderr=log, env=environment
+            )
         self.starts += 1
         for _ in range(600):
             with suppress(OSError):
@@ -75,7 +77,9 @@ class Server:
             time.sleep(0.1)
         raise RuntimeError(f"the server does not start: {self.log.read_text(errors='replace')[-2000:]}")
 
-    def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    def ask(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, Any]:
         """Status, content and headers of an answer; OSError if the server is gone."""
         try:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -122,6 +126,7 @@ class Client(threading.Thread):
                 self.others.append("no connection")  # the server was killed
                 time.sleep(0.2)
                 continue
+            time.sleep(0.05)
             if status == 200:
                 self.answers.append(content["answers"][0])
             else:
@@ -182,9 +187,10 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
     try:
         while time.monotonic() - began < seconds:
             rounds += 1
-            slope.append((time.monotonic() - began, server.memory(), server.starts))
+            slope += [(time.monotonic() - began, server.memory(), server.starts)]
             classes = {f"r{rounds}a": images[2 + rounds % 4], f"r{rounds}b": images[3 + rounds % 4]}
-            kills += _learn(server, classes, draw.choice(("finish", "finish", "kill server", "kill worker")), draw)
+            fate = ("finish", "kill server", "finish", "kill worker")[rounds % 4 - 1]
+            kills += _learn(server, classes, fate, draw)
             _keep_version(model, place, versions)
         time.sleep(1)
     finally:
@@ -197,7 +203,8 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
     tally.notes["bytes of log"] = server.log.stat().st_size
     same = [(at, mib) for at, mib, starts in slope if starts == server.starts]
     if len(same) > 2:
-        tally.notes["MiB a minute since the last start"] = round(float(np.polyfit(*zip(*same, strict=True), 1)[0]) * 60, 1)
+        times, sizes = (np.array(column) for column in zip(*same, strict=True))
+        tally.notes["MiB a minute since the last start"] = round(float(np.polyfit(times, sizes, 1)[0]) * 60, 1)
     return tally
 
 

@@ -29,7 +29,9 @@ def option(
     An option that sizes a tensor has a maximum: a stored model must not make its reader allocate without end.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
-    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices), "group": group} | bounds)
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": tuple(choices), "group": group} | bounds
+    )
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def partial_path(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and deleted in a folder survive a power cut, where the system can; else OSError."""
+    """Make what was created, renamed and deleted in a folder survive a power cut; OSError if the disk fails."""
     if os.name == "nt":  # a folder cannot be opened there
         return
     handle = os.open(folder, os.O_RDONLY)

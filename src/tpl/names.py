@@ -25,7 +25,7 @@ def check_stored_names(what: str, names: Iterable[str]) -> None:
         if not name.strip() or len(name) > MAX_NAME:
             raise TplError(f"The {what} '{name[:40]}' must have between 1 and {MAX_NAME} characters.")
         if any("\ud800" <= sign <= "\udfff" for sign in name):
-            raise TplError(f"The {what} {ascii(name)} is no text in UTF-8; rename its folder.")
+            raise TplError(f"The {what} {name!a} is no text in UTF-8; rename its folder.")
 
 
 @cache

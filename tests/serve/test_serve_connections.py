@@ -155,7 +155,9 @@ def test_a_client_that_leaves_is_no_fault_of_the_server(opened: Opener, caplog: 
 
 def test_uploads_of_a_killed_server_are_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    abandoned, used, fresh, other = (tmp_path / f"{name}" for name in ("tpl-serve-a", "tpl-serve-b", "tpl-serve-c", "x"))
+    abandoned, used, fresh, other = (
+        tmp_path / f"{name}" for name in ("tpl-serve-a", "tpl-serve-b", "tpl-serve-c", "x")
+    )
     for folder in (abandoned, used, fresh, other):
         folder.mkdir()
         (folder / "upload.zip").write_bytes(b"private")

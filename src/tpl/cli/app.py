@@ -50,7 +50,9 @@ class _Cleaned:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self.content, options):
             text, style, control = segment
-            shown = text if control else "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+            shown = (
+                text if control else "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+            )
             yield Segment(shown, style, control)
 
 

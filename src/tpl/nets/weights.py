@@ -126,7 +126,9 @@ def _refuse_small_file(name: str, file: Path) -> None:
         raise EncoderError(f"There is no weight file {file}.")
     try:
         with torch.device("meta"):  # shapes alone
-            count = sum(p.numel() for p in timm.create_model(_ARCHITECTURES.get(name, name), num_classes=0).parameters())
+            count = sum(
+                p.numel() for p in timm.create_model(_ARCHITECTURES.get(name, name), num_classes=0).parameters()
+            )
     except (RuntimeError, NotImplementedError):
         return  # a network of somebody's own that cannot be built so
     if file.stat().st_size < count:

@@ -75,7 +75,7 @@ def check_pixels(stream: IO[bytes], name: str, limits: Limits) -> None:
 
 
 def check_request(uploads: Sequence[UploadFile], limits: Limits) -> None:
-    """Refuse a request whose images have too many pixels together; those that are refused by themselves do not count."""
+    """Refuse a request whose images have too many pixels together; those refused by themselves do not count."""
     total = 0.0
     for upload in uploads:
         found = pixels_of(upload.file)

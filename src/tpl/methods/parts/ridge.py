@@ -45,7 +45,8 @@ class RidgeConfig(Config):
         0,
         "random features; 0: by the first task's size, 10 000 at most (20 000 for several views)",
         minimum=0,
-        group="ridge classifier", maximum=32768,
+        group="ridge classifier",
+        maximum=32768,
     )
     ridge_criterion: str = option(
         "entropy",
