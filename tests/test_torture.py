@@ -1,4 +1,4 @@
-"""Short forms of the torture programme; `make torture` runs its long ones. Each attacker is shown to find a fault, too."""
+"""Short forms of the torture programme, which `make torture` runs at length; attackers are shown to find faults."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ class Server:
             tempfile.TemporaryDirectory(prefix=SPOOL, ignore_cleanup_errors=True) as folder,
             FileLock(Path(folder) / LOCK),  # until this process ends, in whatever way
         ):
-            self.spool = Path(folder)
+            self.spool = Path(folder) / "uploads"
+            self.spool.mkdir()
             self.batcher.start()
             self.jobs.start()
             polling = asyncio.create_task(self._poll())
