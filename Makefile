@@ -11,7 +11,7 @@ CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
-.PHONY: demo test check format docs wheel clean
+.PHONY: demo test check format docs wheel torture clean
 
 demo: $(CORE)  ## teach the bundled digits to three learners; about 2.5 minutes on two cores
 	$(BIN)/tpl demo
@@ -32,6 +32,9 @@ format: $(DEV)
 docs: $(DEV)  ## the documentation as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Open site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+
+torture: $(DEV)  ## crashes, power cuts, hostile files and clients; about 15 minutes, or HOURS=8
+	$(BIN)/python -m torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED))
 
 wheel:  ## build the wheel in dist/ and try it in an empty environment outside the checkout; 4 minutes on two cores
 	$(PYTHON) tools/try_wheel.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))

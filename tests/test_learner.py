@@ -16,6 +16,7 @@ from small_encoder import SMALL_VIT
 from tpl import ArrayImages, Learner, Stream, Task, TplError
 from tpl.nets import EncoderError
 from tpl.nets.compact import WEIGHTS
+from tpl.store import ModelStore
 from tpl.stream import UnreadableImage
 
 OPTIONS: dict[str, Any] = {"encoder": SMALL_VIT, "epochs": 1, "latent": 8, "batch_size": 16, "memory": 10}
@@ -113,7 +114,7 @@ def test_a_class_without_images_is_refused(small_stream: Stream) -> None:
 
 def test_a_model_is_not_loaded_on_other_encoder_weights(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "model"))
-    header = json.loads((copy / "model.json").read_text(encoding="utf-8"))
+    header = ModelStore(copy).header()  # without the seal
     header["encoder"]["fingerprint"] = "0" * 64
     (copy / "model.json").write_text(json.dumps(header), encoding="utf-8")
     with pytest.raises(EncoderError, match=rf"other weights of '{SMALL_VIT}'.*--weights"):

@@ -125,12 +125,12 @@ def test_every_road_asks_the_tasks_that_the_expert_finds_worth_asking(
     pixels = method.preprocess.batch(PROBE)
     expected = method.answer(pixels).passes
     assert expected is not None
-    alone = method.answer(torch.zeros_like(pixels[:1])).passes  # what a server asks to warm up
+    alone = method.answer(torch.zeros_like(pixels[:1])).passes  # what a model is asked when it is loaded
     assert alone is not None
     pairs.clear()
     reported = ROADS[road](saved[passes], tmp_path)
     assert reported in ([], expected.tolist())
-    assert sum(pairs) == int(expected.sum()) + (int(alone.sum()) if road == "server" else 0)
+    assert sum(pairs) == int(expected.sum()) + int(alone.sum())
     assert {"all": ASKED * TASKS, "1": None}.get(passes) in (None, int(expected.sum()))
     assert int(expected.sum()) < ASKED * TASKS or passes == "all"
 

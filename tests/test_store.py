@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -30,7 +29,9 @@ Commit = tuple[dict[str, Any], State, dict[str, Tensor]]
 
 def model(tasks: int, variant: float = 0.0) -> Commit:
     """A model of `tasks` tasks; `variant` tells two trainings on the same classes apart."""
-    header = {"method": "tpl", "seed": 1, "tasks": [{"classes": [f"ä{t}", f"b{t}"]} for t in range(tasks)]}
+    encoder = {"name": "compact", "sha256": "0" * 64, "fingerprint": "0" * 64, "weights": None}
+    header: dict[str, Any] = {"method": "tpl", "options": {"k": 5}, "seed": 1, "encoder": encoder}
+    header["tasks"] = [{"classes": [f"ä{t}", f"b{t}"]} for t in range(tasks)]
     own = [{"w": torch.full((2, 3), t + variant), "n": torch.tensor([t])} for t in range(tasks)]
     shared = {"adapters": torch.arange(6.0).reshape(2, 3).T + 10 * tasks + variant}  # not contiguous
     return header, State(shared, own), {"bytes": torch.full((5,), tasks, dtype=torch.uint8)}
@@ -145,15 +146,15 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
         raise error
 
     if stage.startswith("save"):
-        real, wanted = safetensors.torch.save_file, "task-" if stage == "save first" else "memory"
+        real, wanted = store_module.write_synced, "task-" if stage == "save first" else "memory"
 
-        def save(tensors: dict[str, Tensor], file: Path) -> None:
+        def save(file: Path, data: bytes) -> None:
             if wanted in file.name:
                 file.write_bytes(b"half of")
                 raise error
-            real(tensors, file)
+            real(file, data)
 
-        monkeypatch.setattr(safetensors.torch, "save_file", save)
+        monkeypatch.setattr(store_module, "write_synced", save)
     elif stage == "fsync":
         monkeypatch.setattr(os, "fsync", fail)
     elif stage == "open":
@@ -223,25 +224,66 @@ def test_a_write_that_the_system_cuts_short(store: ModelStore) -> None:
     assert files(store.path) == before
 
 
-def test_nothing_after_the_replacement_calls_the_commit_off(store: ModelStore) -> None:
+def test_leftovers_that_cannot_be_deleted_do_not_call_a_commit_off(store: ModelStore) -> None:
     store.commit(*model(1))
-    real, replaced = os.fsync, []
+    real = os.unlink
+
+    def unlink(name: Any, *, dir_fd: int | None = None) -> None:
+        if str(name).endswith(".safetensors"):
+            raise PermissionError("not yours")
+        real(name, dir_fd=dir_fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        store.commit(*model(2))
+    check(store, model(2))
+
+
+def test_a_new_header_that_the_disk_does_not_confirm_is_told_and_the_old_files_stay(store: ModelStore) -> None:
+    store.commit(*model(1))
+    old, real = files(store.path), os.fsync
 
     def fsync(handle: int) -> None:
         if json.loads(store.header_file.read_text(encoding="utf-8"))["commits"] == 2:
-            replaced.append(handle)
             raise OSError(errno.EIO, "no luck")
         real(handle)
 
-    def unlink(*_: Any, **__: Any) -> None:
-        raise PermissionError("not yours")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        patch.setattr(Path, "unlink", unlink)
-        store.commit(*model(2))
-    assert replaced
+        with pytest.raises(StoreError, match="the disk does not confirm it"):
+            store.commit(*model(2))
     check(store, model(2))
+    for name, (_, _, content) in old.items():  # a power cut may bring the old header back: it must find its files
+        if name == "model.json":
+            store.header_file.write_bytes(content)
+        assert (store.path / name).read_bytes() == content
+    check(store, model(1))
+
+
+def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path) -> None:
+    synced, real = [], os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        real(handle)
+
+    deep = ModelStore(tmp_path / "a" / "b" / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with deep.writing():
+            deep.commit(*model(1))
+    assert {folder.stat().st_ino for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")} <= set(synced)
+
+
+def test_all_files_are_as_readable_as_the_user_wants_new_files_to_be(store: ModelStore) -> None:
+    before = os.umask(0o027)
+    try:
+        with store.writing():
+            store.commit(*model(1))
+    finally:
+        os.umask(before)
+    written = [file for file in store.path.rglob("*") if file.is_file() and file.name != ".lock"]
+    assert len(written) == 4 and {file.stat().st_mode & 0o777 for file in written} == {0o640}
 
 
 def test_strangers_in_the_directory_do_not_disturb(store: ModelStore) -> None:

@@ -19,6 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "results/README.md": "results.md",
     "benchmarks/README.md": "benchmarks.md",
     "recipes/README.md": "recipes.md",

@@ -22,10 +22,16 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     group: str = "",
+    maximum: float | None = None,
 ) -> Any:
-    """A field with a default, a sentence of help, the values it accepts, and the heading it is listed under."""
-    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "above": above, "group": group}
-    return dataclasses.field(default=default, metadata=metadata)
+    """A field with a default, a sentence of help, the values it accepts, and the heading it is listed under.
+
+    An option that sizes a tensor has a maximum: a stored model must not make its reader allocate without end.
+    """
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum}
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": tuple(choices), "group": group} | bounds
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Config:
 
 
 def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
-    choices, minimum, above = (rules.get(k) for k in ("choices", "minimum", "above"))
+    choices, minimum, above, maximum = (rules.get(k) for k in ("choices", "minimum", "above", "maximum"))
     if choices and value not in choices:
         raise TplError(f"{name} must be one of {', '.join(choices)}; got '{value}'.")
     if value is None:
@@ -69,6 +75,8 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
         raise TplError(f"{name} must be at least {minimum}; got {value}.")
     if above is not None and not value > above:
         raise TplError(f"{name} must be above {above}; got {value}.")
+    if maximum is not None and not value <= maximum:
+        raise TplError(f"{name} must be at most {maximum}; got {value}.")
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

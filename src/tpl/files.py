@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-from contextlib import suppress
+import stat
 from pathlib import Path
 
 
@@ -19,15 +20,47 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def replace_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file so that, whatever happens, it holds either its old content or all of `data`; text is UTF-8."""
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of an ordinary file of at most `most` bytes; OSError for a larger one, a device or a pipe.
+
+    A device may have no end, and a pipe may never begin.
+    """
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is no ordinary file")
+        if found.st_size > most:
+            raise OSError(f"larger than {most >> 20} MiB")
+        return stream.read(most)
+
+
+def replace_atomically(path: Path, data: str | bytes, synced: bool = True) -> None:
+    """Write a file so that, whatever happens, it holds either its old content or all of `data`; text is UTF-8.
+
+    Not `synced`, the caller syncs the folder: until then a power cut can bring the old content back.
+    """
     partial = partial_path(path)
-    with partial.open("wb") as stream:
-        stream.write(data.encode() if isinstance(data, str) else data)
+    partial.unlink(missing_ok=True)  # a link would be written through
+    write_synced(partial, data.encode() if isinstance(data, str) else data)
+    partial.replace(path)
+    if synced:
+        sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file, down to the disk; it must not exist."""
+    with path.open("xb") as stream:
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and all those it lies in; new ones survive a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
 
 
 def partial_path(path: Path) -> Path:
@@ -36,16 +69,14 @@ def partial_path(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut, where the system can.
-
-    Never fails: after the rename that commits a model nothing may call the commit off.
-    """
+    """Make what was created, renamed and deleted in a folder survive a power cut; OSError if the disk fails."""
+    if os.name == "nt":  # a folder cannot be opened there
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # not possible on this system
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that sync no folders
+            raise
     finally:
         os.close(handle)

@@ -11,6 +11,7 @@ Learner.load("model")
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,19 +31,23 @@ from tpl._version import __version__
 from tpl.answers import Answer, TaskEntry, TaskRecord
 from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
+from tpl.files import sha256_of
 from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.merge import merge
 from tpl.migrate import current_options
+from tpl.names import check_stored_names
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore, StoreError
+from tpl.store import ModelStore, State, StoreError
 from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
 from tpl.versions import about_version, kept_by
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
+DOWNLOAD = "TPL_DOWNLOAD"  # environment variable: with 1, loading a model may fetch its encoder's weights
+MAX_SOURCE = 5000  # characters that are kept of where a task's images came from
 HELD_OUT = 0.1  # share of every class that is not trained on
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
@@ -52,7 +57,8 @@ Given = Task | Path | str | Images
 class Learner:
     """A classifier that learns new classes task by task.
 
-    `options` are the method's own, e.g. `epochs=10, memory=500`; `tpl describe METHOD` lists them.
+    `options` are the method's own, e.g. `epochs=10, memory=500`; `tpl describe METHOD` lists them. Without `download`
+    the encoder's weights must be on this machine already.
     """
 
     def __init__(
@@ -64,12 +70,13 @@ class Learner:
         precision: str = "auto",
         seed: int = 0,
         compile: str = "auto",
+        download: bool = True,
         **options: Any,
     ) -> None:
         found = find_method(method)
         config = found.config_class.parse(options)
         compute = choose_compute(device, precision, compile)
-        self.method: Method = found(create_encoder(encoder, weights), config, compute, seed)
+        self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
         self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
@@ -223,7 +230,10 @@ class Learner:
         """
         task = self._as_task(images, labels, name)
         self._refuse_known(task)
+        check_stored_names("class", task.classes)
+        check_stored_names("task", [task.name])
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
+        source = source.encode(errors="replace").decode()[-MAX_SOURCE:]  # a path may hold bytes that are no text
         learn_side_by_side([self], [task], [held_out], [callback], source)
         entry = self._entries[-1]
         callback(Event("learned", {"task": task.name, "accuracy": entry.accuracy, "held_out": sum(entry.held_out)}))
@@ -299,6 +309,7 @@ class Learner:
 
     def rename(self, old: str, new: str) -> Self:
         """Rename a class."""
+        check_stored_names("class", [new])
         entries = [entry.renamed(old, new) for entry in self._task_entries()]
         self.method.rename(old, new)
         self._entries = entries
@@ -393,36 +404,64 @@ class Learner:
     ) -> Self:
         """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
 
-        `version` is the number of an older version that is kept (`tpl history`); to save it makes it the newest one.
+        `version` is the number of an older version that is kept (`tpl history`); to save it makes it the newest one. No
+        hub is contacted, unless the environment variable TPL_DOWNLOAD is 1.
         """
         store = ModelStore(path)
         header, state, memory = store.read(version)
-        encoder = header["encoder"]
+        try:
+            learner = cls._from_header(header, weights, device, precision, compile)
+            learner._restore(header, state, memory)
+        except (TplError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # tensors of other names, shapes or types than the method's own, or too large ones
+            raise StoreError(
+                f"{path} is damaged: its tensors do not fit its model.json ({type(error).__name__}: {error}); restore "
+                "it from a backup."
+            ) from error
+        commits = header["commits"] if version is None else store.header()["commits"]
+        learner._origin = store.path.resolve(), int(commits)
+        return learner
+
+    @classmethod
+    def _from_header(
+        cls, header: dict[str, Any], weights: Path | str | None, device: str, precision: str, compile: str
+    ) -> Self:
+        """The untrained learner of a stored model, on the weights that the model was learned on."""
+        method, encoder = header["method"], header["encoder"]
+        remembered = encoder["weights"] if weights is None else None
+        if remembered is not None and Path(remembered).is_file() and sha256_of(Path(remembered)) != encoder["sha256"]:
+            raise _other_weights(encoder, sha256_of(Path(remembered)))  # not even opened as weights
+        options = current_options(method, header["options"])
         learner = cls(
-            header["method"],
+            method,
             encoder["name"],
-            weights or encoder["weights"],
+            weights or remembered,
             device,
             precision,
             header["seed"],
             compile,
-            **current_options(header["method"], header["options"]),
+            download=os.environ.get(DOWNLOAD) == "1",
+            **options,
         )
         if learner.method.encoder.fingerprint != encoder["fingerprint"]:
-            raise EncoderError(
-                f"{path} was learned on other weights of '{encoder['name']}' (sha256 of their file "
-                f"{encoder['sha256'][:12]}..., found {learner.method.encoder.sha256[:12]}...). "
-                f"Pass the right file with --weights."
-            )
-        learner._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
-        learner.method.task_classes_ = [entry.classes for entry in learner._entries]
-        learner.method.removed_tasks = header.get("removed_tasks", 0)
-        if learner.method.memory is not None and memory:
-            learner.method.memory.load_state(memory)
-        learner.method.load_state(state)
-        commits = header["commits"] if version is None else store.header()["commits"]
-        learner._origin = store.path.resolve(), int(commits)
+            raise _other_weights(encoder, learner.method.encoder.sha256)
         return learner
+
+    def _restore(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
+        """Take over a stored state, and try it on a blank image: what does not fit is found before it is used."""
+        method = self.method
+        self._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
+        method.task_classes_ = [entry.classes for entry in self._entries]
+        method.removed_tasks = header.get("removed_tasks", 0)
+        if method.memory is not None and memory:
+            method.memory.load_state(memory)
+        method.load_state(state)
+        if self.classes_:
+            blank = torch.zeros(1, 3, method.preprocess.height, method.preprocess.width, dtype=torch.uint8)
+            found = method.answer(blank, {UNKNOWN}).log_p
+            if found.shape != (1, len(self.classes_)) or found.isnan().any():
+                raise ValueError(f"a blank image gets {found.shape[1]} probabilities for {len(self.classes_)} classes")
 
     def _header(self) -> dict[str, Any]:
         method = self.method
@@ -468,6 +507,13 @@ def learn_side_by_side(
     learn_together([each.method for each in learners], given, callbacks, held)
     for each, task, (train, rest), apart in zip(learners, tasks, parts, held, strict=True):
         each._record(task, train, rest, apart, source)
+
+
+def _other_weights(encoder: dict[str, Any], found: str) -> EncoderError:
+    return EncoderError(
+        f"The model was learned on other weights of '{encoder['name']}' (sha256 of their file "
+        f"{encoder['sha256'][:12]}..., found {found[:12]}...). Pass the right file with --weights."
+    )
 
 
 def _as_image_set(images: Images) -> ImageSet:

@@ -212,7 +212,13 @@ class Memory:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned; ValueError if lengths and counts do not add up."""
+        lengths, counts = state["lengths"], state["counts"]
+        if any(t.dtype != torch.long or t.ndim != 1 or bool((t < 0).any()) for t in (lengths, counts)):
+            raise ValueError("the memory's lengths and counts are no numbers of bytes and images")
+        stored = state["bytes"].numel() if len(lengths) else 0  # an empty memory stores one byte
+        if int(lengths.sum()) != stored or int(counts.sum()) != len(lengths):
+            raise ValueError("the memory's lengths and counts do not add up to its images")
         raw = state["bytes"].numpy().tobytes()
         ends = state["lengths"].cumsum(0).tolist()
         flat = [raw[end - length : end] for end, length in zip(ends, state["lengths"].tolist(), strict=True)]

@@ -7,12 +7,23 @@ from collections.abc import Iterable
 from tpl.errors import TplError
 from tpl.outline import method_outlines
 
+MAX_NAME = 1000  # characters of a class or a task
+
 
 def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
     """Raise an error that lists the known names, unless `name` is one of them."""
     known = list(known)
     if name not in known:
         raise TplError(f"There is no {what} '{name}'; there are {', '.join(known)}.")
+
+
+def check_stored_names(what: str, names: Iterable[str]) -> None:
+    """Refuse names that a model directory cannot hold: empty or endless ones, and file names that are no text."""
+    for name in names:
+        if not name.strip() or len(name) > MAX_NAME:
+            raise TplError(f"The {what} '{name[:40]}' must have between 1 and {MAX_NAME} characters.")
+        if any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise TplError(f"The {what} {name!a} is no text in UTF-8; rename its folder.")
 
 
 def method_names() -> tuple[str, ...]:

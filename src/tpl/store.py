@@ -1,6 +1,7 @@
 """The model directory: all that a learned model is, readable and never half-written.
 
-    model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file
+    model.json                      schema, method, options, encoder and its hash, tasks, sha256 of every other file and
+                                    of itself (`header.py`)
     tasks/000/task-0.safetensors    what task 0 owns for good
     tasks/001/task-1.safetensors    and so on, one folder a commit
     tasks/001/shared.safetensors    what the tasks share, as of this commit; large tensors have files of their own,
@@ -26,7 +27,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,7 +39,8 @@ from safetensors import SafetensorError
 
 from tpl.blocks import from_blocks, in_blocks
 from tpl.errors import TplError
-from tpl.files import partial_path, replace_atomically, sha256_of, sync_folder
+from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, write_synced
+from tpl.header import MEMORY, PART, SEAL, SHARED, check_header, files_of, parts_of, seal_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
     from torch import Tensor
@@ -47,14 +49,13 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs
 
 SCHEMA = 3
 READABLE = (1, 2, 3)  # schema 2 had no versions; schema 1 no checksums either, and of a task only its classes
-SHARED, MEMORY = "shared", "memory"
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
-PART = re.compile(r"tasks/\d{3,}/(?:task-\d+|(?:shared|memory)(?:-\d+)?)\.safetensors")  # all files with tensors
 VERSION = re.compile(r"\d+\.json|\.\d+\.json\.partial")
-LARGEST_HEADER = 64 << 20  # bytes: a hundred thousand classes take a few megabytes
-
+LARGEST_HEADER = 16 << 20  # bytes: a hundred thousand classes take a few megabytes
+SPARSE = 100  # a file this many times larger than its room on disk is no file of a model
 
 _DIRECTORY, _NO_LINK, _NO_WAIT = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
+_DESCRIPTORS = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # not on Windows: names are checked there
 
 
 class StoreError(TplError):
@@ -93,7 +94,7 @@ class ModelStore:
     def writing(self) -> Iterator[None]:
         """Lock the directory for writing; a second writer gets an error."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be made a model directory: {error}.") from error
         # One lock object per directory and process, so that the holder of the lock can commit.
@@ -159,7 +160,7 @@ class ModelStore:
             return "another process"
 
     def header(self, version: int | None = None) -> dict[str, Any]:
-        """The content of `model.json`, of today or of an older version that is kept."""
+        """The content of `model.json`, of today or of an older version that is kept; checked against its seal."""
         if not self.exists():
             raise StoreError(f"{self.path} holds no model: there is no model.json in it.")
         header = self._header("model.json", None)
@@ -175,13 +176,17 @@ class ModelStore:
             content = self._content(name, LARGEST_HEADER)
             if checksum is not None and hashlib.sha256(content).hexdigest() != checksum:
                 raise ValueError("its sha256 is not the one in model.json")
-            header: dict[str, Any] = json.loads(content)
+            header: dict[str, Any] = json.loads(content, parse_constant=_refused)
             schema = header["schema"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if type(schema) is int and schema not in READABLE:
+                known = ", ".join(map(str, READABLE))
+                raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
+            seal = header.pop(SEAL, None)  # earlier versions wrote none
+            check_header(header)
+            if seal is not None and seal != seal_of(header):
+                raise ValueError("its content is not what was written: the seal differs")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"{self.path / name} is damaged ({error}); restore it from a backup.") from error
-        if schema not in READABLE:
-            known = ", ".join(map(str, READABLE))
-            raise StoreError(f"{self.path} has schema {schema}; this version reads schema {known}. Update tpl.")
         return header
 
     def read(self, version: int | None = None) -> tuple[dict[str, Any], State, Tensors]:
@@ -195,14 +200,9 @@ class ModelStore:
         return self.read(version)  # a writer committed meanwhile and removed files of the old header
 
     def _read_parts(self, header: dict[str, Any]) -> tuple[State, Tensors]:
-        try:
-            shared, memory, tasks = files_of(header)
-            sums = header["files"] if header["schema"] > 1 else dict.fromkeys([*shared, *memory, *tasks])
-            checksums = {file: sums[file] for file in (*shared, *memory, *tasks)}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{self.header_file} is damaged ({error}); restore it from a backup.") from error
-        joined = [from_blocks(self._load(file, checksums[file]) for file in part) for part in (shared, memory)]
-        return State(joined[0], [self._load(file, checksums[file]) for file in tasks]), joined[1]
+        sums = header.get("files") or {}  # schema 1 has none
+        shared, memory, tasks = ([self._load(file, sums.get(file)) for file in part] for part in files_of(header))
+        return State(from_blocks(shared), tasks), from_blocks(memory)
 
     def commit(self, header: dict[str, Any], state: State, memory: Tensors, keep: int = 0) -> None:
         """Replace the stored model by this one, or leave the old one untouched.
@@ -215,7 +215,7 @@ class ModelStore:
         files = [f"{newest}/task-{i}.safetensors" for i in range(len(state.tasks))]
         gone = max(len(old["tasks"]) - len(state.tasks), 0)  # where tasks were removed, later ones moved up
         for i, own in enumerate(state.tasks):
-            stored = (task["file"] for task in old["tasks"][i : i + gone + 1])
+            stored = (task["file"] for task in old["tasks"][i : i + gone + 1] if task["file"] not in files[:i])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
         parts = {f: own for f, own in zip(files, state.tasks, strict=True) if f.startswith(f"{newest}/")}
         places = {}
@@ -232,7 +232,7 @@ class ModelStore:
             wanted = {*files, *itertools.chain.from_iterable(places.values())}
             sums = {file: written.get(file) or sha256_of(self.path / file) for file in wanted}
             self._replace_header(complete | {"files": dict(sorted(sums.items()))}, old, keep)
-        except (OSError, SafetensorError, StoreError) as error:
+        except (OSError, SafetensorError, ValueError, StoreError) as error:
             for leftover in (self.path / newest, partial_path(self.path / newest)):
                 shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
@@ -240,6 +240,13 @@ class ModelStore:
             self._delete_unused()
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
+            ) from error
+        try:
+            sync_folder(self.path)
+        except OSError as error:  # the old model's files stay, in case that a power cut brings its header back
+            raise StoreError(
+                f"The new model in {self.path} is written, but the disk does not confirm it ({error}): a power cut "
+                "could bring the old model back. Check the disk."
             ) from error
         self._delete_unused()
 
@@ -252,7 +259,7 @@ class ModelStore:
             old, wanted = self.header(), self.header(version)
             try:
                 self._replace_header(wanted | more, old, keep)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
             self._delete_unused()
 
@@ -262,8 +269,8 @@ class ModelStore:
             header = self.header()
             complete = header | {"older": _newest(self._kept(header), keep)} | more
             try:
-                replace_atomically(self.header_file, _as_text(complete))
-            except OSError as error:
+                replace_atomically(self.header_file, _sealed(complete), synced=False)
+            except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
             self._delete_unused()
 
@@ -273,11 +280,11 @@ class ModelStore:
         if keep and old["commits"] and kept_number(old) == old["commits"]:
             content = self._content("model.json")
             self._refuse_links("versions")
-            (self.path / "versions").mkdir(exist_ok=True)
+            make_folder(self.path / "versions")
             replace_atomically(self.path / f"versions/{old['commits']}.json", content)
             older[old["commits"]] = hashlib.sha256(content).hexdigest()
         complete = {"schema": SCHEMA} | header | {"commits": old["commits"] + 1, "older": _newest(older, keep)}
-        replace_atomically(self.header_file, _as_text(complete))
+        replace_atomically(self.header_file, _sealed(complete), synced=False)
 
     def _kept(self, header: dict[str, Any]) -> dict[int, str]:
         """The older versions that a header lists and that can be read: nobody can go back to the others."""
@@ -309,7 +316,9 @@ class ModelStore:
         partial = partial_path(target)
         for stale in (partial, target):  # what an interrupted commit left behind
             shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self._refuse_links("tasks")
+        make_folder(target.parent)
+        partial.mkdir()
         sums = {}
         for name, tensors in parts.items():
             _save(tensors, partial / Path(name).name)
@@ -327,29 +336,37 @@ class ModelStore:
                     f"{self.path / name} is a link; a model directory may hold none. Copy what it links to."
                 )
 
+    @contextmanager
+    def _folder(self, *names: str) -> Iterator[int]:
+        """A descriptor of the directory or of a folder in it, reached through no link inside the directory."""
+        handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
+        try:
+            for name in names:
+                outer, handle = handle, os.open(name, os.O_RDONLY | _DIRECTORY | _NO_LINK, dir_fd=handle)
+                os.close(outer)
+            yield handle
+        finally:
+            os.close(handle)
+
     def _content(self, name: str, most: int | None = None) -> bytes:
         """The bytes of one of the directory's own files. Links, devices and pipes inside the directory are refused."""
         *folders, file = name.split("/")
-        if os.open not in os.supports_dir_fd:  # Windows: no directory descriptors, so names are checked
+        if not _DESCRIPTORS:
             self._refuse_links(*itertools.accumulate(folders, "{}/{}".format), name)
             return (self.path / name).read_bytes()
-        handle = os.open(self.path, os.O_RDONLY | _DIRECTORY)
         try:
-            for folder in folders:
-                outer, handle = handle, os.open(folder, os.O_RDONLY | _DIRECTORY | _NO_LINK, dir_fd=handle)
-                os.close(outer)
-            opened = os.open(file, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=handle)
+            with self._folder(*folders) as folder:
+                opened = os.open(file, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise StoreError(f"{self.path / name} is or passes a link; a model directory may hold none.") from error
             raise
-        finally:
-            os.close(handle)
         with open(opened, "rb") as stream:
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise StoreError(f"{self.path / name} is no ordinary file: this is no model directory of tpl.")
-            if most is not None and found.st_size > most:
+            sparse = found.st_size > SPARSE * (getattr(found, "st_blocks", found.st_size) * 512 + 4096)
+            if sparse or (most is not None and found.st_size > most):
                 raise StoreError(f"{self.path / name} is damaged ({found.st_size} bytes); restore it from a backup.")
             return stream.read()
 
@@ -357,20 +374,20 @@ class ModelStore:
         """The tensors of a file, checked against its checksum."""
         from safetensors.torch import load
 
-        if not isinstance(name, str) or not PART.fullmatch(name):
-            raise StoreError(f"{self.header_file} is damaged: it names '{name}', which is no file of a model.")
         file = self.path / name
         try:
             content = self._content(name)
+            if int.from_bytes(content[:8], "little") > LARGEST_HEADER:  # where safetensors lists its tensors
+                raise StoreError(f"{file} is damaged (its list of tensors is too long); restore it from a backup.")
             if checksum is not None and hashlib.sha256(content).hexdigest() != checksum:
                 raise StoreError(
                     f"{file} is damaged (its sha256 is not the one in model.json); restore it from a backup."
                 )
             # Copied into torch's own memory, which is aligned: some CPUs' matrix products round by alignment.
-            return {name: tensor.clone() for name, tensor in load(content).items()}
+            return _checked({name: tensor.clone() for name, tensor in load(content).items()})
         except FileNotFoundError:
             raise StoreError(f"{file} is missing; restore it from a backup.") from None
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise StoreError(f"{file} is damaged ({error}); restore it from a backup.") from error
 
     def _holds(self, name: str, tensors: Tensors, header: dict[str, Any]) -> bool:
@@ -389,10 +406,10 @@ class ModelStore:
     def files(self) -> set[str]:
         """The files of the model and of all older versions that are kept, other than `model.json`."""
         header = self.header()
-        files = set(itertools.chain.from_iterable(files_of(header)))
+        files = set(parts_of(header))
         for number, checksum in _older(header).items():
             name = f"versions/{number}.json"
-            files |= {name, *itertools.chain.from_iterable(files_of(self._header(name, checksum)))}
+            files |= {name, *parts_of(self._header(name, checksum))}
         return files
 
     def _delete_unused(self) -> None:
@@ -404,7 +421,8 @@ class ModelStore:
             self._refuse_links("tasks", "versions")
             inside = (self.path / "tasks").iterdir()
             folders = [f for f in inside if f.is_dir() and not f.is_symlink() and COMMIT_FOLDER.fullmatch(f.name)]
-        except (StoreError, OSError, KeyError, TypeError, AttributeError):
+            sync_folder(self.path)  # a header that is not on disk yet must not outlive the files of the one before
+        except (StoreError, OSError):
             return  # without readable headers nothing is known to be superfluous
         with suppress(OSError):
             partial_path(self.header_file).unlink(missing_ok=True)
@@ -417,24 +435,31 @@ class ModelStore:
                 versions.rmdir()
         for folder in folders:
             with suppress(OSError):  # the model is committed already: leftovers are no failure
-                for file in folder.glob("*.safetensors"):
-                    if f"tasks/{folder.name}/{file.name}" not in needed:
-                        file.unlink()
-                if not any(folder.iterdir()):
-                    folder.rmdir()
+                self._delete_from(folder, needed)
+
+    def _delete_from(self, folder: Path, needed: Collection[str]) -> None:
+        """Delete the files of a folder in `tasks` that are not needed, and the folder if it is empty."""
+        if not _DESCRIPTORS:
+            for file in folder.glob("*.safetensors"):
+                if f"tasks/{folder.name}/{file.name}" not in needed:
+                    file.unlink()
+        else:
+            with self._folder("tasks", folder.name) as handle:
+                for name in os.listdir(handle):
+                    if name.endswith(".safetensors") and f"tasks/{folder.name}/{name}" not in needed:
+                        os.unlink(name, dir_fd=handle)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _reason(error: Exception) -> str:
     # safetensors wraps the system's error in one of its own, which has no number.
     full = getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
     return "the disk is full: free some space and do this again" if full else str(error)
-
-
-def files_of(header: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """The files that a header names: those of what tasks share, of the memory, and one a task."""
-    plain = {part: [f"{header['newest']}/{part}.safetensors"] for part in (SHARED, MEMORY)}  # up to schema 2
-    parts = header.get("parts", plain)
-    return list(parts[SHARED]), list(parts[MEMORY]), [task["file"] for task in header["tasks"]]
 
 
 def kept_number(header: dict[str, Any]) -> int:
@@ -469,17 +494,30 @@ def _in_words(header: dict[str, Any]) -> str:
     return f"{present}, and kept are {', '.join(older)}" if older else f"{present}, and no older one is kept"
 
 
-def _as_text(header: dict[str, Any]) -> str:
-    return json.dumps(header, indent=2, ensure_ascii=False) + "\n"
+def _sealed(header: dict[str, Any]) -> str:
+    """A header as text, with its seal; ValueError if it does not fit the schema."""
+    check_header(header)
+    return json.dumps(header | {SEAL: seal_of(header)}, indent=2, ensure_ascii=False) + "\n"
 
 
 def _on_cpu(tensors: Tensors) -> Tensors:
     return {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
 
 
-def _save(tensors: Tensors, file: Path) -> None:
-    from safetensors.torch import save_file
+def _checked(tensors: Tensors) -> Tensors:
+    """Tensors of the kinds that a model has, every number finite; ValueError with the name of the first other one."""
+    import torch
 
-    save_file(_on_cpu(tensors), file)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    whole = (torch.uint8, torch.int32, torch.int64, torch.bool)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (*whole, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"'{name}' has the type {tensor.dtype}")
+        if tensor.dtype not in whole and not torch.isfinite(tensor).all():
+            raise ValueError(f"'{name}' has numbers that are not finite")
+    return tensors
+
+
+def _save(tensors: Tensors, file: Path) -> None:
+    from safetensors.torch import save
+
+    write_synced(file, save(_checked(_on_cpu(tensors))))

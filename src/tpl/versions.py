@@ -10,13 +10,14 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tpl.store import ModelStore, StoreError, files_of, kept_number
+from tpl.header import files_of, parts_of
+from tpl.store import ModelStore, StoreError, kept_number
 
 KEEP = 5  # older versions, unless a model says otherwise
+LONGEST = 2000  # characters of what a version says about its change
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def history(path: Path | str) -> list[Version]:
     for number in newest.get("older", {}):
         with suppress(StoreError):  # one that cannot be read cannot be gone back to
             headers[int(number)] = store.header(int(number))
-    files = {n: {f"versions/{n}.json", *chain.from_iterable(files_of(h))} for n, h in headers.items()}
+    files = {n: {f"versions/{n}.json", *parts_of(h)} for n, h in headers.items()}
     uses = Counter(file for own in files.values() for file in own)
     return [
         _version(number, headers[number], sum(_size(store.path / f) for f in files[number] if uses[f] == 1))
@@ -130,7 +131,8 @@ def change_between(old: dict[str, Any] | None, new: dict[str, Any]) -> str:
     changes += [f"removed {removed} class{'es' * (removed > 1)}"] if removed else []
     if not changes and old is not None and old.get("options") != new.get("options"):
         changes.append("changed options")
-    return "; ".join(changes) or "saved again"
+    text = "; ".join(changes) or "saved again"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _identity(task: dict[str, Any]) -> tuple[str, str]:

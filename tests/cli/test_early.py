@@ -67,14 +67,18 @@ def test_a_mistake_is_told_before_torch_is_there(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").touch()
     (tmp_path / "old").mkdir()
-    encoder = {"name": "compact"}
+    encoder = {"name": "compact", "sha256": "0" * 64, "fingerprint": "0" * 64, "weights": None}
+    parts = [f"tasks/000/{part}.safetensors" for part in ("task-0", "shared", "memory")]
     header = {
         "schema": 2,
         "method": "tpl",
         "seed": 0,
         "options": {},
         "encoder": encoder,
-        "tasks": [{"classes": ["cat"]}],
+        "tasks": [{"classes": ["cat"], "file": parts[0]}],
+        "newest": "tasks/000",
+        "commits": 1,
+        "files": dict.fromkeys(parts, "0" * 64),
     }
     (tmp_path / "old" / "model.json").write_text(json.dumps(header))
     done = subprocess.run(

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 16, "lr": 0.0
 PETS, BIRDS = ["cat", "cow"], ["hen", "owl"]
 
 
-def tiny(name: str, weights: object = None) -> ViTEncoder:
+def tiny(name: str, weights: object = None, download: bool = True) -> ViTEncoder:
     """One block or two, quick to trace; the small one has layer scale, and its norm behind the pooling."""
     torch.manual_seed(0)
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 0}

@@ -59,8 +59,15 @@ def test_an_image_that_is_too_large_is_not_decoded(opened: Opener) -> None:
     assert ["million pixels" in answers[0]["error"], "MiB" in answers[1]["error"]] == [True, True]
 
 
+def test_many_images_that_are_large_together_are_refused(opened: Opener) -> None:
+    client = opened(limits=Limits(pixels=2000, request_pixels=3000))
+    assert predict(client, *[digit(0, 0)] * 2).status_code == 200  # 1024 pixels each
+    answer = predict(client, *[digit(0, 0)] * 3)
+    assert answer.status_code == 413 and "million pixels together" in answer.json()["error"]
+
+
 def test_too_many_requests_at_once_are_refused(opened: Opener) -> None:
-    response = opened(limits=Limits(requests=0)).get("/health")
+    response = opened(limits=Limits(requests=0)).get("/model")
     assert response.status_code == 503 and response.headers["retry-after"] == "1"
 
 

@@ -76,6 +76,8 @@ def test_stored_images_can_be_kept_private(opened: Opener) -> None:
         ("[::1]:9", 200),
         ("evil.example", 421),
         ("127.0.0.1.evil.example", 421),
+        ("[::1].evil.example", 421),
+        ("localhost:80.evil.example", 421),
     ],
 )
 def test_other_host_names_are_refused(client: TestClient, host: str, status: int) -> None:

@@ -24,6 +24,7 @@ from tpl._version import __version__
 from tpl.bench import metrics
 from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.metrics import Matrix, matrix_of
+from tpl.bench.run_files import Description, Results, read_run_file
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.migrate import current_options
@@ -103,7 +104,7 @@ class RunResult:
         """Read the result of a finished run."""
         try:
             description = read_description(out)
-            content = json.loads((out / "results.json").read_text(encoding="utf-8"))
+            content = read_run_file(out / "results.json", Results)
             details = {key: content.get(key) for key in DETAILS}
             parts = {name: _as_matrices(rows) for name, rows in content.get("parts", {}).items()}
             matrices = _as_matrices(content["matrices"])
@@ -142,7 +143,7 @@ def _measured(value: float) -> float | None:
 
 def read_description(out: Path) -> dict[str, Any]:
     """The content of run.json, with options under today's names."""
-    description: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    description = read_run_file(out / "run.json", Description)
     for key in {"options", "benchmark_options"} & set(description):
         description[key] = current_options(description["method"], description[key], complete=key == "options")
     return description

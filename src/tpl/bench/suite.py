@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.errors import TplError
+from tpl.files import read_bounded
 from tpl.names import method_names, refuse_unknown
 from tpl.stream import check_order
 
@@ -53,6 +54,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 }
 ONE_FOR_ALL = ("device",)  # workers are started for it
 PATHS = ("data", "weights")
+MAX_BYTES = 1 << 20  # of a suite file
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,12 @@ class Suite:
 def read_suite(file: Path) -> dict[str, Any]:
     """The content of a TOML file, unchecked: options of the command line may still replace parts of it."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bounded(file, MAX_BYTES).decode())
     except FileNotFoundError:
         raise TplError(f"There is no suite file {file}; docs/suites.md shows what one looks like.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TplError(f"{file} cannot be read: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise TplError(f"{file} is not TOML: {error}.") from error
 
 

@@ -18,11 +18,13 @@ from copy import copy
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.markup import escape
+from rich.segment import Segment
 
 from tpl._version import __version__
 from tpl.errors import TplError
+from tpl.lines import printable
 
 app = typer.Typer(
     name="tpl",
@@ -33,8 +35,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class _Visible(RenderHook):
+    """Shows unprintable characters of what is printed as escapes: a class name may hold commands to a terminal."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """The same content, cleaned when it is rendered."""
+        return [_Cleaned(renderable) for renderable in renderables]
+
+
+class _Cleaned:
+    def __init__(self, content: ConsoleRenderable) -> None:
+        self.content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.content, options):
+            text, style, control = segment
+            shown = (
+                text if control else "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+            )
+            yield Segment(shown, style, control)
+
+
 out = Console()
 err = Console(stderr=True)
+for _console in (out, err):
+    _console.push_render_hook(_Visible())
 
 # Panels of `tpl --help`
 MODELS, EXPERIMENTS, REFERENCE = "Models", "Experiments", "Reference"

@@ -209,8 +209,8 @@ def _refuse_errors(part: Answered, strict: bool) -> None:
 
 
 def _write(text: str) -> None:
-    """Print the lines of a batch at once."""
-    sys.stdout.write(text)
+    """Print the lines of a batch at once; on a terminal without what it would take for a command."""
+    sys.stdout.write("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

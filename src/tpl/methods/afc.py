@@ -57,7 +57,7 @@ class AFCConfig(RehearsalConfig):
     memory_policy: str = option(
         "herding", "which images of a class are kept", ("random", "first", "herding"), group="memory"
     )
-    proxies: int = option(10, "proxies of a class", minimum=1, group="classifier")
+    proxies: int = option(10, "proxies of a class", minimum=1, group="classifier", maximum=256)
     margin: ClassVar[float] = 0.6  # how much more similar the right class has to be
     logit_scale: float = option(10.0, "eta at first (published: 1)", above=0, group="classifier")
     consolidation_weight: float = option(4.0, "weight of what is charged for changed features", minimum=0, group="loss")

@@ -56,9 +56,13 @@ class AnaCPConfig(FirstTaskConfig):
     """AnaCP's options; those of training matter for the first task alone, with `adapt=first`."""
 
     random_features: int = option(
-        0, "random features of a head; 0: by the first task's size, 5000 at most", minimum=0, group="classifier"
+        0,
+        "random features of a head; 0: by the first task's size, 5000 at most",
+        minimum=0,
+        group="classifier",
+        maximum=32768,
     )
-    heads: int = option(3, "projections whose mean is taken", minimum=1, group="classifier")
+    heads: int = option(3, "projections whose mean is taken", minimum=1, group="classifier", maximum=32)
     ridge: float = option(100.0, "strength of both ridge regressions", above=0, group="classifier")
     spread: float = option(1.0, "what singular values of the class means are raised by", minimum=0, group="classifier")
     recolour: str = option(

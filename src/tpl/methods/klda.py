@@ -47,11 +47,11 @@ class KLDAConfig(FirstTaskConfig):
         group="encoder",
     )
     random_features: int = option(
-        0, "random features; 0: by the first task's size, 5000 at most", minimum=0, group="classifier"
+        0, "random features; 0: by the first task's size, 5000 at most", minimum=0, group="classifier", maximum=32768
     )
     gamma: float = option(1e-4, "of the kernel exp(-gamma |x - x'|^2)", above=0, group="classifier")
     ridge: float = option(1e-3, "added to the diagonal of the scatter", above=0, group="classifier")
-    ensemble: int = option(5, "analyses with different random numbers", minimum=1, group="classifier")
+    ensemble: int = option(5, "analyses with different random numbers", minimum=1, group="classifier", maximum=32)
 
 
 class FourierAnalysis:

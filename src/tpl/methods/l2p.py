@@ -49,9 +49,9 @@ class L2PConfig(Recipe):
     batch_size: int = option(16, "images a step", minimum=1, group="training")
     lr: float = option(0.001875, "learning rate of Adam, for batches of 16", above=0, group="training")
     momentum: float = option(0.9, "Adam's first beta, above 0 and below 1", above=0, group="training")
-    prompt_pool: int = option(10, "prompts in the pool", minimum=1, group="prompts")
-    prompt_length: int = option(5, "tokens a prompt", minimum=1, group="prompts")
-    prompts_per_image: int = option(5, "prompts an image chooses", minimum=1, group="prompts")
+    prompt_pool: int = option(10, "prompts in the pool", minimum=1, group="prompts", maximum=256)
+    prompt_length: int = option(5, "tokens a prompt", minimum=1, group="prompts", maximum=64)
+    prompts_per_image: int = option(5, "prompts an image chooses", minimum=1, group="prompts", maximum=32)
     key_weight: float = option(
         0.1, "how strongly chosen keys are drawn towards the queries that chose them", minimum=0, group="prompts"
     )

@@ -32,6 +32,7 @@ from tpl.pretraining import RESNET
 
 NAME = RESNET
 WIDTH = 64
+MAX_WIDTH = 256  # 180 million weights
 EPSILON = 1e-5
 ALIGNED = 8  # channels that a GPU's matrix units take at a time
 SHAPES = 16  # batch sizes that a process may compile the network for
@@ -317,4 +318,6 @@ def create_resnet(name: str) -> ResNetEncoder:
     width = str(WIDTH) if name == NAME else name.removeprefix(f"{NAME}:")
     if not (width.isascii() and width.isdigit() and int(width)):
         raise TplError(f"'{name}' has no width; write {NAME} for {WIDTH} channels, or {NAME}:128 for twice as many.")
+    if len(width) > 4 or int(width) > MAX_WIDTH:
+        raise TplError(f"'{name}' is too wide; at most {NAME}:{MAX_WIDTH}.")
     return ResNetEncoder(int(width))

@@ -6,6 +6,7 @@ from argparse import Namespace
 from importlib.resources import as_file
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
 
 import torch
 from safetensors import SafetensorError
@@ -43,11 +44,12 @@ class EncoderError(TplError):
     """The encoder or its weights are not available."""
 
 
-def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) -> Encoder:
+def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, download: bool = True) -> Encoder:
     """The encoder `name`: frozen, with its pre-trained weights, or a network to train from scratch.
 
-    `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm
-    downloads its weights of that name, and `compact` uses those in the package.
+    `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm downloads its weights of
+    that name, and `compact` uses those in the package. Without `download`, timm's weights must have been downloaded
+    before, and no hub is contacted.
     """
     if resnet.is_resnet(name):
         if weights is not None:
@@ -61,8 +63,9 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
                 return _from_file(name, model, data_config, file, remembered=None)
         return _from_file(name, model, data_config, Path(weights), remembered=Path(weights))
     if weights is not None:
-        model = _create(name, pretrained=False)
         path = Path(weights)
+        _refuse_small_file(name, path)
+        model = _create(name, pretrained=False)
         return _from_file(name, model, _data_config(model), path, remembered=path)
     if name in _ARCHITECTURES:
         raise EncoderError(
@@ -70,7 +73,7 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None) 
             "(best_checkpoint.pth, a DeiT-S/16 with 611 classes) and pass it with --weights FILE."
         )
     try:
-        model = _create(name, pretrained=True)
+        model = _create(name, pretrained=True, overlay=None if download else _downloaded(name))
     except EncoderError:
         raise
     except Exception as error:
@@ -97,12 +100,56 @@ def check_encoder_name(name: str) -> None:
     raise EncoderError(f"There is no encoder '{name}' in timm. Known here: {', '.join(ENCODERS)}.{also}")
 
 
-def _create(name: str, pretrained: bool) -> VisionTransformer:
+def _downloaded(name: str) -> dict[str, Any] | None:
+    """Where timm finds the weights that it has downloaded before; None if this network needs no download."""
+    import timm
+    from huggingface_hub import try_to_load_from_cache
+
+    check_encoder_name(name)
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        return None
+    names = (config.hf_hub_filename or "model.safetensors", "pytorch_model.bin")
+    hub = config.hf_hub_id.partition("@") if config.hf_hub_id else None
+    found = [try_to_load_from_cache(hub[0], file, revision=hub[2] or None) for file in names] if hub else []
+    cached = [Path(file) for file in found if isinstance(file, str)]
+    if config.url:
+        old = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(config.url).path).name
+        cached += [old] if old.is_file() and not cached else []
+    if not cached:
+        raise EncoderError(
+            f"The weights of '{name}' are not on this machine, and loading a model contacts no hub. Set TPL_DOWNLOAD=1 "
+            "to let timm fetch them, or pass a local file with --weights FILE."
+        )
+    _refuse_small_file(name, cached[0])
+    return {"file": str(cached[0]), "custom_load": cached[0].suffix == ".npz"}
+
+
+def _refuse_small_file(name: str, file: Path) -> None:
+    """Refuse a file with less than a byte per weight before memory is taken for the network."""
+    import timm
+
+    check_encoder_name(name)
+    if not file.is_file():
+        raise EncoderError(f"There is no weight file {file}.")
+    try:
+        with torch.device("meta"):  # shapes alone
+            count = sum(
+                p.numel() for p in timm.create_model(_ARCHITECTURES.get(name, name), num_classes=0).parameters()
+            )
+    except (RuntimeError, NotImplementedError):
+        return  # a network of somebody's own that cannot be built so
+    if file.stat().st_size < count:
+        raise EncoderError(f"{file} is too small to hold the weights of '{name}' ({count} numbers).")
+
+
+def _create(name: str, pretrained: bool, overlay: dict[str, Any] | None = None) -> VisionTransformer:
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
     check_encoder_name(name)
-    model = timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0)
+    more = {"pretrained_cfg_overlay": overlay} if overlay else {}
+    model = timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0, **more)
     if not isinstance(model, VisionTransformer):
         raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")
     return model

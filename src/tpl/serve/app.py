@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable
 from typing import Annotated
@@ -18,15 +17,15 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from tpl._version import __version__
 from tpl.errors import TplError
 from tpl.serve import schema
+from tpl.serve.connections import BACKLOG, set_up_log, uvicorn_settings
 from tpl.serve.errors import ERROR_HANDLERS, Refusal
 from tpl.serve.jobs import LEARNING
 from tpl.serve.model import ModelSource
 from tpl.serve.security import AccessMiddleware, page
 from tpl.serve.server import Server, Settings, TimingMiddleware
-from tpl.serve.uploads import files_of, read_form
+from tpl.serve.uploads import check_request, files_of, read_form
 
 MAX_EXAMPLES = 24
-BACKLOG = 512  # connections that wait to be accepted
 TOKEN = HTTPBearer(scheme_name="token", auto_error=False)  # for the OpenAPI description: AccessMiddleware checks it
 
 
@@ -116,6 +115,7 @@ def _add_predict(app: FastAPI, server: Server) -> None:
             model = server.model.current
             if not model.task_of_class:
                 raise Refusal(409, "Nothing was learned yet: send a task first.")
+            await asyncio.to_thread(check_request, uploads, server.settings.limits)
             options = {"top": top, "tasks": tasks, "examples": examples if server.settings.examples else 0}
             answers = await asyncio.gather(*(server.answer(model, upload, options) for upload in uploads))
         finally:
@@ -187,16 +187,14 @@ def address_of(listening: socket.socket) -> str:
 
 def serve(source: ModelSource, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serve until interrupted; `ready` is called when the model is loaded."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log()
     app = create_app(source, settings)
     config = uvicorn.Config(
         app,
-        log_level="warning",
-        access_log=False,
         server_header=False,
         proxy_headers=False,  # X-Forwarded-For is ignored
         timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=64 << 10,
+        **uvicorn_settings(settings.limits),
     )
     ready()
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop a server

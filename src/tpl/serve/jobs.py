@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import sys
 import time
@@ -27,6 +28,11 @@ UNCHANGED = "The model is unchanged."
 def new_id() -> str:
     """A random id for a job."""
     return secrets.token_hex(8)
+
+
+def without_paths(text: str) -> str:
+    """A message without the folders of this machine: of a path only the last name stays."""
+    return re.sub(r"(?<![\w.:/])(?:[A-Za-z]:)?[/\\](?:[^\s/\\'\"]+[/\\])+", "", text)
 
 
 @dataclass
@@ -58,7 +64,7 @@ class LearningJob:
     def update(self, report: dict[str, Any]) -> None:
         """Take over progress, message and warning from a report of the worker."""
         self.progress, self.message = report.get("progress", self.progress), report.get("message", self.message)
-        self.warnings += [report["warning"]] if "warning" in report else []
+        self.warnings += [without_paths(report["warning"])] if "warning" in report else []
 
     def finish(self, task: dict[str, Any], message: str) -> None:
         """The task is learned; `task` describes it."""
@@ -67,8 +73,8 @@ class LearningJob:
 
     def fail(self, message: str) -> None:
         """The task is not learned."""
-        self.state, self.message, self.finished = FAILED, f"{message} {UNCHANGED}", time.time()
-        log.warning("task %s: %s", self.id, self.message)
+        log.warning("task %s: %s", self.id, message)
+        self.state, self.message, self.finished = FAILED, f"{without_paths(message)} {UNCHANGED}", time.time()
 
     def to_dict(self) -> dict[str, Any]:
         """The content of GET /tasks/{id}."""

@@ -106,15 +106,12 @@ class ServedModel:
     def __init__(self, source: ModelSource) -> None:
         self.source = source
         self.version = version_of(source.path)
-        self.learner = source.load()
+        self.learner = source.load()  # which answers a blank image: the slow first forward pass is in no request
         self.commits: int = ModelStore(source.path).header().get("commits", 0)
         self.task_of_class = {
             name: t for t, classes in enumerate(self.learner.method.task_classes_) for name in classes
         }
         self.task_names = [record.name for record in self.learner.tasks_]
-        if self.task_of_class:  # the first forward pass is slow: not in a request
-            pre = self.learner.method.preprocess
-            self.answer([ImageQuery(torch.zeros(3, pre.height, pre.width, dtype=torch.uint8), 1)])
 
     def answer(self, queries: Sequence[ImageQuery]) -> list[Reply]:
         """Answer all queries in one forward pass."""

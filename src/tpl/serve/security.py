@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 import secrets
+import time
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -22,11 +23,12 @@ from tpl.errors import TplError
 from tpl.serve.errors import Refusal
 from tpl.serve.uploads import MIB, Limits
 
-MIN_TOKEN = 16
+MIN_TOKEN, MAX_TOKEN = 16, 4096
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # These pages contain nothing about the model: a browser can send a token only after it has loaded one of them.
 PAGES = ("/", "/docs")
 PREDICT = "/predict"  # the only POST that changes nothing
+ALWAYS = ("/health", "/metrics")  # answered however many requests there are
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -74,7 +76,8 @@ def find_token(file: Path | None) -> tuple[str, bool]:
     """The token from a file, else from TPL_TOKEN, else a new one; and whether it is new."""
     if file is not None:
         try:
-            token = file.read_text(encoding="utf-8").strip()
+            with file.open(encoding="utf-8") as stream:
+                token = stream.read(MAX_TOKEN).strip()  # of a pipe, too, but not all of /dev/zero
         except (OSError, UnicodeDecodeError) as error:
             raise TplError(f"The token file {file} cannot be read ({error}).") from error
         return _checked(token, f"The token in {file}"), False
@@ -113,18 +116,19 @@ class AccessMiddleware:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
-            await send(message)
+            await asyncio.wait_for(send(message), self.limits.body_seconds)  # a client may stop reading
 
         try:
             self._check(scope)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send_safely)
             return
-        self.active += 1
+        counted = int(not _always(scope))
+        self.active += counted
         try:
             await self.app(scope, self._limited(receive), send_safely)
         finally:
-            self.active -= 1
+            self.active -= counted
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -139,23 +143,24 @@ class AccessMiddleware:
                 WWW_Authenticate="Bearer",
             )
         length = headers.get("content-length", "0")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
             raise Refusal(400, "The Content-Length header is not a number.")
         if int(length) > self.limits.upload:
             raise self._too_large()
-        if self.active >= self.limits.requests:
+        if self.active >= self.limits.requests and not _always(scope):
             raise Refusal(503, "Too many requests at the same time; try again.", Retry_After="1")
 
     def _limited(self, receive: Receive) -> Receive:
         """The request's body, with an error when it gets too long or stalls."""
-        total, complete = 0, False
+        total, complete, start = 0, False, time.monotonic()
 
         async def receive_limited() -> Message:
             nonlocal total, complete
             if complete:  # the next message is the client's disconnect, at any time
                 return await receive()
+            allowed = self.limits.body_seconds + total / self.limits.body_rate - (time.monotonic() - start)
             try:
-                message = await asyncio.wait_for(receive(), self.limits.body_seconds)
+                message = await asyncio.wait_for(receive(), max(allowed, 0))
             except TimeoutError:
                 raise Refusal(408, "The request's body was not sent completely; send it again.") from None
             complete = not message.get("more_body", False)
@@ -170,11 +175,17 @@ class AccessMiddleware:
         return Refusal(413, f"The request is larger than {self.limits.upload // MIB} MiB, this server's limit.")
 
 
+def _always(scope: Scope) -> bool:
+    return scope["method"] in SAFE_METHODS and scope["path"] in ALWAYS
+
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+
+
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host.partition("]")[0].lstrip("[").lower()
-    return host.partition(":")[0].lower()
+    """The name in a Host header, without the port; what is no name and port stays as it is."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2] if found else host).lower()
 
 
 def page(name: str) -> HTMLResponse:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, UploadFile
+from filelock import FileLock, Timeout
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,6 +37,8 @@ MAX_TASK_NAME = 100
 
 
 METHODS = ("GET", "HEAD", "POST")
+SPOOL, LOCK = "tpl-serve-", ".lock"  # the folder of uploads in the temporary folder, and its owner's lock
+NEW_SPOOL = 60.0  # seconds in which a server takes the lock of its folder
 
 
 class Metrics:
@@ -97,6 +102,17 @@ class Settings:
     poll_seconds: float = 2.0  # between checks for a model committed by another process
 
 
+def _delete_abandoned_spools() -> None:
+    """Delete the uploads of servers that were killed: those whose lock is free."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SPOOL}*"):
+        with suppress(OSError, Timeout):
+            status = folder.lstat()
+            mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+            if stat.S_ISDIR(status.st_mode) and mine and time.time() - status.st_mtime > NEW_SPOOL:
+                with FileLock(folder / LOCK).acquire(timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Server:
     """The parts of one running server."""
 
@@ -124,8 +140,13 @@ class Server:
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncIterator[None]:
         """Run the background work of the server: queries, learning, and checks for a newer model."""
-        with tempfile.TemporaryDirectory(prefix="tpl-serve-") as folder:
-            self.spool = Path(folder)
+        _delete_abandoned_spools()
+        with (
+            tempfile.TemporaryDirectory(prefix=SPOOL, ignore_cleanup_errors=True) as folder,
+            FileLock(Path(folder) / LOCK),  # until this process ends, in whatever way
+        ):
+            self.spool = Path(folder) / "uploads"
+            self.spool.mkdir()
             self.batcher.start()
             self.jobs.start()
             polling = asyncio.create_task(self._poll())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import stat
 import zipfile
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image
 from starlette.datastructures import FormData
 from starlette.datastructures import UploadFile as Uploaded
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from tpl.learner import Learner
@@ -27,6 +29,7 @@ from tpl.stream.decoding import FORMATS
 
 MIB = 1 << 20
 MAX_FIELDS, MAX_FILE_NAME = 16, 255
+CLIENT_LEFT = 499  # a status for the metrics: nobody receives it
 # One entry of a zip's directory has 46 bytes and a name; a larger average is an attack.
 MAX_ENTRY_BYTES = 1024
 
@@ -38,28 +41,51 @@ class Limits:
     upload: int = 256 * MIB  # bytes of a request's body
     image: int = 64 * MIB  # bytes of one image file
     pixels: int = 50_000_000  # of one image
+    request_pixels: int = 200_000_000  # of all images in one request
     files: int = 64  # in one request
     zip_bytes: int = 4096 * MIB  # all members together, expanded
     zip_ratio: float = 200.0  # expanded to compressed, the whole archive; images hardly compress at all
     zip_members: int = 100_000
     requests: int = 256  # at the same time
     queue: int = 8  # tasks that wait to be learned
-    body_seconds: float = 60.0  # without a byte of the body
+    connections: int = 1000  # at the same time; fewer where the system allows fewer open files
+    header_seconds: float = 10.0  # from the connection, or the last answer, to the end of a request's header
+    body_seconds: float = 30.0  # for a body to arrive or an answer to be taken, and more by `body_rate`
+    body_rate: int = 8 << 10  # bytes of a body that give it another second
+
+
+def pixels_of(stream: IO[bytes]) -> float:
+    """The number of pixels in an image by its header; infinite for one that Pillow refuses, 0 for no image."""
+    try:
+        with Image.open(stream, formats=_formats()) as image:
+            return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return math.inf
+    except Exception:
+        return 0
 
 
 def check_pixels(stream: IO[bytes], name: str, limits: Limits) -> None:
     """Refuse an image with too many pixels by its header; a file that is no image is left to the decoder."""
-    try:
-        with Image.open(stream, formats=_formats()) as image:
-            width, height = image.size
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        width = height = limits.pixels
-    except Exception:
-        return
-    if width * height > limits.pixels:
+    if pixels_of(stream) > limits.pixels:
         raise UnreadableImage(
             f"{name} has more than {limits.pixels / 1e6:g} million pixels, the most this server takes: "
             "make it smaller first."
+        )
+
+
+def check_request(uploads: Sequence[UploadFile], limits: Limits) -> None:
+    """Refuse a request whose images have too many pixels together; those refused by themselves do not count."""
+    total = 0.0
+    for upload in uploads:
+        found = pixels_of(upload.file)
+        total += found if found <= limits.pixels else 0
+        upload.file.seek(0)
+    if total > limits.request_pixels:
+        raise Refusal(
+            413,
+            f"The images have more than {limits.request_pixels / 1e6:g} million pixels together; send them in several "
+            "requests.",
         )
 
 
@@ -75,7 +101,9 @@ def check_archive(path: Path, limits: Limits) -> None:
     try:
         with path.open("rb") as file, zipfile.ZipFile(_Bounded(file, limits)) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError, ValueError) as error:
+    except Refusal:
+        raise
+    except Exception as error:  # zipfile raises many kinds
         raise Refusal(422, f"The upload cannot be opened as a zip archive ({error}).") from error
     if len(members) > limits.zip_members:
         raise _too_many(limits)
@@ -94,11 +122,13 @@ def check_images(path: Path, limits: Limits) -> None:
         for member in archive.infolist():
             if not is_image_name(member.filename) or member.is_dir():
                 continue
-            with suppress(
-                zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError
-            ):  # reported when they are read
-                stream = archive.open(member)
-                check_pixels(stream, member.filename, limits)
+            try:
+                with archive.open(member) as stream:
+                    check_pixels(stream, member.filename, limits)
+            except UnreadableImage:
+                raise
+            except Exception:  # reported when the member is read
+                continue
 
 
 def _check_member(member: zipfile.ZipInfo, limits: Limits) -> None:
@@ -140,6 +170,8 @@ async def read_form(request: Request, files: int) -> FormData:
         raise Refusal(415, "Send the files as multipart/form-data, e.g. with: curl -F files=@IMAGE")
     try:
         return await request.form(max_files=files, max_fields=MAX_FIELDS)
+    except ClientDisconnect as error:
+        raise Refusal(CLIENT_LEFT, "The client left before the end of its request.") from error
     except HTTPException as error:
         if "Too many files" in str(error.detail):
             raise Refusal(413, f"At most {files} files a request; send them in several.") from error

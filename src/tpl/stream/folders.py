@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
+from tpl.files import read_bounded
 from tpl.stream.decoding import SUFFIXES, decode, to_rgb
 from tpl.stream.images import ImageSet, Labels, as_labels, in_range
 
@@ -26,7 +27,7 @@ LAYOUTS = (
     "as a folder, as one zip of it, or as a folder of train*.zip and test*.zip or val*.zip"
 )
 # No photograph is this large; a file that claims to be is a mistake or an attack on memory.
-MAX_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = 256 << 20
 
 
 class Archive:
@@ -36,7 +37,7 @@ class Archive:
         self.path = path
         try:
             self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:  # zipfile raises many kinds
             raise DataError(f"{path} cannot be opened as a zip archive ({error}): get it again.") from error
         self._lock = threading.Lock()
 
@@ -148,9 +149,7 @@ def read_bytes(entry: Entry) -> bytes:
     try:
         if isinstance(entry, ZipMember):
             return entry.archive.read(entry.member)
-        if entry.stat().st_size > MAX_FILE_BYTES:
-            raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        return entry.read_bytes()
+        return read_bounded(entry, MAX_FILE_BYTES)
     except FileNotFoundError as error:
         raise UnreadableImage(f"{entry} does not exist (any more): restore it.") from error
     except Exception as error:  # zipfile raises many kinds: bad checksum, password, unknown compression, ...

@@ -141,6 +141,7 @@ class Preprocess:
                 waiting = False
                 loaded = [self._cropped(early, images, i) for early, i in zip(loaded, chunk, strict=False)]
             loaded.append(image if waiting else self._cropped(image, images, index))
+            del image  # one large image at a time
         geometry = self._geometry(*loaded[0].size, resizer) if resizer is not None and waiting else None
         if geometry is not None:
             return np.stack([np.asarray(image) for image in loaded]), geometry

@@ -31,7 +31,11 @@ class ProtectConfig(Config):
     """Options of the adapters and of the protection between tasks."""
 
     latent: int = option(
-        64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1, group="encoder"
+        64,
+        "hidden units of an adapter; resnet18 has a width in its name instead",
+        minimum=1,
+        group="encoder",
+        maximum=2048,
     )
     protect: str = option(
         "hat",

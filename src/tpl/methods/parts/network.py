@@ -25,7 +25,11 @@ class NetworkConfig(Recipe):
     """Options of a method that trains one network with adapters."""
 
     latent: int = option(
-        64, "hidden units of an adapter; resnet18 has a width in its name instead", minimum=1, group="encoder"
+        64,
+        "hidden units of an adapter; resnet18 has a width in its name instead",
+        minimum=1,
+        group="encoder",
+        maximum=2048,
     )
     train_norms: bool = option(True, "whether the norms are trained along with adapters or kernels", group="encoder")
 

@@ -45,6 +45,7 @@ class RidgeConfig(Config):
         "random features; 0: by the first task's size, at most 10 000, or 20 000 where each view has its own",
         minimum=0,
         group="ridge classifier",
+        maximum=32768,
     )
     ridge_criterion: str = option(
         "entropy",

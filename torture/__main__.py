@@ -1,0 +1,116 @@
+"""The torture programme.
+
+python -m torture                        all parts, some minutes
+python -m torture --hours 8              all parts again and again, with further seeds
+python -m torture kills --cases 10000    one part
+
+Prints a line for every part: its seed, what happened how often, and every case that broke a promise. The exit status is
+1 if there was one. A case is repeated by the part's name and its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes with threads of their own cannot be copied by fork
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
+
+
+class Part(NamedTuple):
+    """One part of the programme: where it is, how many cases it tries, and what it attacks."""
+
+    module: str
+    function: str
+    cases: int
+    text: str
+
+
+PARTS = {
+    "hostile": Part("hostile", "run", 1, "a hostile model under an audit hook"),
+    "formats": Part("old_formats", "run", 1, "stored models of earlier versions"),
+    "kills": Part("kills", "run", 300, "writers killed at their n-th file operation"),
+    "instants": Part("kills", "at_random", 20, "writers killed at random instants"),
+    "runs-killed": Part("run_kills", "run", 10, "benchmark runs killed and resumed"),
+    "faults": Part("faults", "run", 1000, "the n-th file operation fails"),
+    "power": Part("power_loss", "run", 5000, "power cuts"),
+    "interleaved": Part("interleaved", "run", 300, "two writers and two readers"),
+    "flips": Part("flips", "run", 4000, "flipped bytes"),
+    "models": Part("fuzz_models", "run", 500, "changed model directories"),
+    "images": Part("fuzz_images", "run", 5000, "changed images"),
+    "archives": Part("fuzz_archives", "run", 1500, "changed archives"),
+    "requests": Part("fuzz_requests", "run", 800, "changed requests"),
+    "runs": Part("fuzz_runs", "run", 500, "changed run files"),
+    "suites": Part("fuzz_runs", "run_suites", 1000, "changed suites"),
+    "server": Part("server", "run", 1, "a server that learns and is killed"),
+}
+SERVER_SHORT, SERVER_LONG, CLIENTS_LONG = 60.0, 1800.0, 50
+
+
+@contextmanager
+def _quiet():  # type: ignore[no-untyped-def]
+    """Without what C libraries print about damaged images."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def run_part(name: str, seed: int, cases: int | None, long: bool, place: Path | None) -> tuple[int, int]:
+    """Run a part and print its line; returns the numbers of cases and of broken promises."""
+    part = PARTS[name]
+    function: Callable[..., object] = getattr(import_module(f"torture.{part.module}"), part.function)
+    more = {"seconds": SERVER_LONG if long else SERVER_SHORT, "clients": CLIENTS_LONG if long else 8}
+    with tempfile.TemporaryDirectory(dir=place) as folder, _quiet():
+        tally = function(seed, cases or part.cases, Path(folder), **(more if name == "server" else {}))
+    print(f"{name}: {tally.line()}", flush=True)  # type: ignore[attr-defined]
+    for failure in tally.failures[:20]:  # type: ignore[attr-defined]
+        print(f"  BROKEN: {failure}", flush=True)
+    return tally.cases, len(tally.failures)  # type: ignore[attr-defined]
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="*", help=f"parts to run: {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--seed", type=int, default=None, help="the first seed (default: drawn, and printed)")
+    parser.add_argument("--cases", type=int, default=None, help="cases of each part")
+    parser.add_argument("--hours", type=float, default=0.0, help="go on with further seeds for that long")
+    given = parser.parse_args()
+    if unknown := set(given.part) - set(PARTS):
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    memory = Path("/dev/shm")
+    place = memory if memory.is_dir() and os.access(memory, os.W_OK) else None  # quick to sync
+    print(f"seed {seed}", flush=True)
+    began, total, broken, rounds = time.monotonic(), 0, 0, 0
+    while rounds == 0 or time.monotonic() - began < 3600 * given.hours:
+        for name in given.part or PARTS:
+            cases, wrong = run_part(name, seed + rounds, given.cases, given.hours >= 1, place)
+            total, broken = total + cases, broken + wrong
+        rounds += 1
+    minutes = (time.monotonic() - began) / 60
+    print(f"{total} cases in {minutes:.1f} minutes, {broken} broken promises, first seed {seed}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

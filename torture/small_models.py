@@ -1,0 +1,104 @@
+"""Small models to break: real ones that learned a few digits, and bare directories of a few numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpl import ArrayImages, Learner, Task
+from tpl.methods import find_method
+from tpl.store import ModelStore, State
+
+ROOT = Path(__file__).parents[1]
+SMALL: dict[str, Any] = {"latent": 4, "epochs": 1, "batch_size": 16, "memory": 10, "random_features": 32}
+
+
+def load_module(file: Path) -> ModuleType:
+    """A module of the tests or benchmarks."""
+    if file.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[file.stem]
+
+
+kill = load_module(ROOT / "benchmarks" / "kill.py")  # judges models after a kill
+ENCODER: str = load_module(ROOT / "tests" / "small_encoder.py").SMALL_VIT  # random weights: quick
+
+
+_TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")  # deleted at the end of the process
+
+
+def learned(path: Path, method: str = "tpl") -> None:
+    """A model of two tasks, stored at `path`; each method learns once in a process."""
+    template = Path(_TEMPLATES.name) / method
+    if not template.exists():
+        images = kill._digits()
+        known = {field.name for field in fields(find_method(method).config_class)}
+        learner = Learner(method, ENCODER, device="cpu", **{k: v for k, v in SMALL.items() if k in known})
+        for number, names in enumerate((("zero", "one"), ("two", "three"))):
+            pictures = images[2 * number] + images[2 * number + 1]
+            learner.learn(pictures, [name for name in names for _ in range(6)], name=f"task {number}", held_out=0.2)
+        learner.save(template)
+    shutil.copytree(template, path)
+
+
+def probes() -> list[Any]:
+    """Images that every version of a model is asked about."""
+    return [pictures[-1] for pictures in kill._digits()]
+
+
+def answers(learner: Learner) -> list[dict[str, Any]]:
+    """The answers for the probes."""
+    return [answer.to_dict() for answer in learner.answers(probes())]
+
+
+def changes() -> dict[str, Callable[[Learner], object]]:
+    """What is done to a model of `learned`."""
+    images = kill._digits()
+    task = Task("more", ("four", "five"), two_classes(images[4] + images[5]))
+    return {
+        "learn": lambda learner: learner.learn(task, held_out=0.2),
+        "update": lambda learner: learner.update(images[6], ["two"] * 6),
+        "remove": lambda learner: learner.remove("one"),
+        "rename": lambda learner: learner.rename("two", "deux"),
+    }
+
+
+def two_classes(pictures: list[Any]) -> ArrayImages:
+    """Six images of each of two classes."""
+    return ArrayImages(np.stack(pictures), [0] * 6 + [1] * 6)
+
+
+Commit = tuple[dict[str, Any], State, dict[str, torch.Tensor]]
+
+
+def bare(version: int, tasks: int) -> Commit:
+    """A directory's content that no method can use, but that is quick to write: a number tells versions apart."""
+    encoder = {"name": "compact", "sha256": "0" * 64, "fingerprint": "0" * 64, "weights": None}
+    header: dict[str, Any] = {"method": "tpl", "options": {"k": 5}, "seed": version, "encoder": encoder}
+    header["tasks"] = [{"classes": [f"class {t}"]} for t in range(tasks)]
+    own = [{"n": torch.tensor([t if t < tasks - 1 else version])} for t in range(tasks)]
+    return header, State({"n": torch.tensor([version])}, own), {"n": torch.tensor([version])}
+
+
+def version_of(path: Path | str) -> int | None:
+    """Which version of `bare` a directory holds; None for no model. AssertionError if it mixes versions."""
+    store = ModelStore(path)
+    if not store.exists():
+        return None
+    header, state, memory = store.read()
+    found = {header["seed"], int(state.shared["n"]), int(memory["n"]), int(state.tasks[-1]["n"])}
+    assert len(found) == 1 and [int(own["n"]) for own in state.tasks[:-1]] == list(range(len(state.tasks) - 1)), found
+    return int(header["seed"])
