@@ -20,8 +20,10 @@ def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
 def check_stored_names(what: str, names: Iterable[str]) -> None:
     """Refuse names that a model directory cannot hold: empty or endless ones, and file names that are no text."""
     for name in names:
-        if not name.strip() or len(name) > MAX_NAME:
-            raise TplError(f"The {what} '{name[:40]}' must have between 1 and {MAX_NAME} characters.")
+        if not name.strip():
+            raise TplError(f"The name of a {what} is empty.")
+        if len(name) > MAX_NAME:
+            raise TplError(f"The {what} '{name[:40]}...' has more than {MAX_NAME} characters; shorten its name.")
         if any("\ud800" <= sign <= "\udfff" for sign in name):
             raise TplError(f"The {what} {name!a} is no text in UTF-8; rename its folder.")
 

@@ -25,8 +25,6 @@ from tpl.cli.text import (
 )
 from tpl.errors import TplError
 
-FACTS = {"memory", "capacity", "weighting", "covariance_estimators", "smallest_reject"}  # of `Learner.facts`
-
 
 @app.command(rich_help_panel=MODELS)
 def show(model: Model, weights: Weights = None, as_json: AsJson = False) -> None:
@@ -138,17 +136,14 @@ def _confirmed(question: str) -> bool:
 def _about(model: Path, weights: Path | None) -> dict[str, Any]:
     """What `show` prints, for --json: from the header alone, without torch, if it has all of it."""
     from tpl.answers import TaskEntry
-    from tpl.store import ModelStore, StoreError
+    from tpl.store import ModelStore
 
     store = ModelStore(model)
     header = store.header()
-    try:
-        tasks = [TaskEntry.from_dict(task, t).record for t, task in enumerate(header["tasks"], start=1)]
-        method, encoder = header["method"], {key: header["encoder"][key] for key in ("name", "sha256")}
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise StoreError(f"{store.header_file} is damaged ({error}); restore it from a backup.") from error
+    tasks = [TaskEntry.from_dict(task, t).record for t, task in enumerate(header["tasks"], start=1)]
+    method, encoder = header["method"], {key: header["encoder"][key] for key in ("name", "sha256")}
     facts = header.get("facts")
-    if not isinstance(facts, dict) or facts.keys() != FACTS:  # of an earlier version
+    if facts is None:  # of an earlier version
         from tpl.learner import Learner
 
         facts = Learner.load(model, weights, device="cpu").facts()

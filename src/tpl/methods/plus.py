@@ -456,7 +456,7 @@ class TPLPlus(TPL):
         if self.balance_.images:
             expert |= {BALANCE + k: v for k, v in self.balance_.state().items()}
         tasks = [self.bank.tasks.index(view) if view in self.bank.tasks else REMOVED for view in self.views_]
-        if self.config.expert_views == SEVERAL or REMOVED in tasks:
+        if (self.config.expert_views == SEVERAL and tasks) or REMOVED in tasks:
             expert["views"] = torch.tensor(tasks, dtype=torch.long)
         for place, (view, task) in enumerate(zip(self.views_, tasks, strict=True)):
             if task == REMOVED:
