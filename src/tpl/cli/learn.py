@@ -171,6 +171,9 @@ def learn(
         with uninterrupted():
             from tpl.console import work_progress
             from tpl.learner import Learner  # the slowest import
+
+            if not dry_run:
+                import torch._dynamo  # noqa: F401 (as the first optimiser would, where Ctrl-C may come)
         with work_progress(err, as_json) as progress:
             older = None if judging is None else Learner.load(model, weights, device)
             report = _dry_run(store, given, request, progress) if dry_run else _learn(store, given, request, progress)
