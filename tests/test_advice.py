@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import Result
 from PIL import Image
 from sklearn.linear_model import Ridge
-from typer.testing import CliRunner
 
+from commands import ask, call, refusal
 from pictures import photos
 from small_encoder import SMALL_VIT
-from tpl import Learner, TplError, cli
+from tpl import Learner
 from tpl.advice.check import interval
 from tpl.advice.curve import outlook
 from tpl.advice.features import groups_of
@@ -28,22 +25,6 @@ from tpl.advice.labels import _ridge, leave_one_out
 from tpl.advice.suggest import most_useful, uncertainty
 
 ENCODER = ["--encoder", SMALL_VIT, "--device", "cpu"]
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
-
-
-def ask(*arguments: str | Path) -> Any:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, (result.output, result.exception)
-    return json.loads(result.stdout)
-
-
-def refusal(*arguments: str | Path) -> str:
-    result = call(*arguments)
-    assert isinstance(result.exception, TplError), (result.output, result.exception)
-    return str(result.exception)
 
 
 def clouds(classes: int, each: int, apart: float, seed: int = 0, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

@@ -149,9 +149,14 @@ def seal_of(header: dict[str, Any]) -> str:
 
 def check_header(header: dict[str, Any]) -> None:
     """Raise ValueError, naming the first wrong key, unless a header without its seal fits the schema."""
+    check_against(Header, header)
+
+
+def check_against(schema: type[BaseModel], content: dict[str, Any]) -> None:
+    """Raise ValueError, naming the first wrong key, unless the content of a JSON file fits its schema."""
     try:
-        Header.model_validate(header)
+        schema.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"][:4]).replace("schema_", "schema")
+        where = ".".join(str(part) for part in first["loc"][:5]).replace("schema_", "schema")
         raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error

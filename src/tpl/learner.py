@@ -368,11 +368,12 @@ class Learner:
         """
         store = ModelStore(path)
         with store.writing():
+            old = store.header() if store.exists() else None
             place, commits = self._origin or (None, 0)
-            if place == store.path.resolve() and store.exists() and store.header()["commits"] != commits:
+            if place == store.path.resolve() and old is not None and old["commits"] != commits:
                 raise StoreError(f"{path} was changed by another process meanwhile; load it and do this again.")
             memory = self.method.memory.state() if self.method.memory is not None else {}
-            old, header = store.header() if store.exists() else None, self._header()
+            header = self._header()
             keep = kept_by(old) if versions is None else versions
             header |= about_version(old, header, keep)
             store.commit(header, self.method.state(), memory, keep=0 if self._erases else keep)

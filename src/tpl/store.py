@@ -40,7 +40,7 @@ from safetensors import SafetensorError
 from tpl.blocks import from_blocks, in_blocks
 from tpl.errors import TplError
 from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, write_synced
-from tpl.header import MEMORY, PART, SEAL, SHARED, check_header, files_of, parts_of, seal_of
+from tpl.header import MEMORY, SEAL, SHARED, check_header, files_of, parts_of, seal_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
     from torch import Tensor
@@ -218,11 +218,11 @@ class ModelStore:
             stored = (task["file"] for task in old["tasks"][i : i + gone + 1] if task["file"] not in files[:i])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
         parts = {f: own for f, own in zip(files, state.tasks, strict=True) if f.startswith(f"{newest}/")}
-        places = {}
+        places, known = {}, self._checksums(old)
         for part, tensors in ((SHARED, state.shared), (MEMORY, memory)):
             blocks = {f"{newest}/{part}{f'-{i}' * bool(i)}.safetensors": b for i, b in enumerate(in_blocks(tensors))}
             places[part] = [
-                (self._stored(block, old) if i else None) or f for i, (f, block) in enumerate(blocks.items())
+                (self._stored(block, known) if i else None) or f for i, (f, block) in enumerate(blocks.items())
             ]
             parts |= {file: block for file, block in blocks.items() if file in places[part]}
         tasks = [task | {"file": file} for task, file in zip(header["tasks"], files, strict=True)]
@@ -295,19 +295,27 @@ class ModelStore:
                 kept[version] = checksum
         return kept
 
-    def _stored(self, tensors: Tensors, header: dict[str, Any]) -> str | None:
-        """The file of the present model or of an older version that holds exactly these tensors."""
+    def _checksums(self, header: dict[str, Any]) -> dict[str, list[str]]:
+        """The files of the present model and of its older versions, by their sha256."""
+        found: dict[str, list[str]] = {}
+        if not header.get("files"):
+            return found
+        for each in (header, *(self.header(version) for version in self._kept(header))):
+            for file, checksum in (each.get("files") or {}).items():
+                found.setdefault(checksum, []).append(file)
+        return found
+
+    def _stored(self, tensors: Tensors, known: dict[str, list[str]]) -> str | None:
+        """The file, of those `known` by their checksums, that holds exactly these tensors."""
         from safetensors.torch import save
 
-        if not header.get("files"):
+        if not known:
             return None
         checksum = hashlib.sha256(save(_on_cpu(tensors))).hexdigest()
-        for each in (header, *(self.header(version) for version in self._kept(header))):
-            for file, known in each.get("files", {}).items():
-                if known == checksum and PART.fullmatch(file):
-                    with suppress(OSError):
-                        if sha256_of(self.path / file) == checksum:  # a damaged one is written again
-                            return str(file)
+        for file in known.get(checksum, ()):
+            with suppress(OSError):
+                if sha256_of(self.path / file) == checksum:  # a damaged one is written again
+                    return file
         return None
 
     def _write_folder(self, folder: str, parts: dict[str, Tensors]) -> dict[str, str]:

@@ -5,33 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
+from commands import ask, call, refusal
 from pictures import photos
 from small_encoder import SMALL_VIT
-from tpl import Learner, TplError, cli
+from tpl import Learner
 from tpl.bench.paired import Paired
 from tpl.store import ModelStore
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
-
-
-def ask(*arguments: str | Path) -> Any:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, (result.output, result.exception)
-    return json.loads(result.stdout)
-
-
-def refusal(*arguments: str | Path) -> str:
-    result = call(*arguments)
-    assert isinstance(result.exception, TplError), (result.output, result.exception)
-    return str(result.exception)
 
 
 @pytest.fixture(scope="module")

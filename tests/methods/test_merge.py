@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import call
 from handwriting import digits
 from small_encoder import SMALL_VIT
-from tpl import Learner, Task, TplError, cli
+from tpl import Learner, Task, TplError
 from tpl.export.graph import AnswerGraph
 from tpl.methods.bank import Query
 from tpl.methods.bank.bank import RowInference
@@ -209,10 +209,6 @@ def test_an_output_for_an_old_class_goes_with_that_class(stored: Path) -> None:
 
 
 # The command
-
-
-def call(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def test_the_command(stored: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tpl.files import read_bounded
+from tpl.header import check_against
 
 MAX_BYTES = 64 << 20
 
@@ -100,9 +101,7 @@ def read_run_file(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     try:
-        schema.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"][:5])
-        raise ValueError(f"{file.name}: {where}: {first['msg']}") from error
+        check_against(schema, content)
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from error
     return content
