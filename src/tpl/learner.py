@@ -36,7 +36,6 @@ from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, task_of_class
 from tpl.methods.merge import merge
 from tpl.migrate import current_options
-from tpl.names import check_stored_names
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
 from tpl.store import ModelStore, State, StoreError
@@ -48,6 +47,7 @@ __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
 DOWNLOAD = "TPL_DOWNLOAD"  # environment variable: with 1, loading a model may fetch its encoder's weights
 MAX_SOURCE = 5000  # characters that are kept of where a task's images came from
+MAX_NAME = 1000  # characters of a class or a task
 HELD_OUT = 0.1  # share of every class that is not trained on
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
@@ -558,3 +558,14 @@ def _without_empty_classes(task: Task) -> Task:
         return task
     train = relabelled(task.train, np.arange(len(labels)), labels)
     return Task(task.name, tuple(task.classes[c] for c in present), train)
+
+
+def check_stored_names(what: str, names: Iterable[str]) -> None:
+    """Refuse names that a model directory cannot hold: empty or endless ones, and file names that are no text."""
+    for name in names:
+        if not name.strip():
+            raise TplError(f"The name of a {what} is empty.")
+        if len(name) > MAX_NAME:
+            raise TplError(f"The {what} '{name[:40]}...' has more than {MAX_NAME} characters; shorten its name.")
+        if any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise TplError(f"The {what} {name!a} is no text in UTF-8; rename its folder.")

@@ -14,7 +14,7 @@ from rich.table import Table
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
 from tpl.cli.app import _Visible, err, out
-from tpl.names import MAX_NAME, check_stored_names
+from tpl.learner import MAX_NAME, check_stored_names
 
 HOSTILE = "cat\x1b]0;owned\x07\x9b2J"
 

@@ -8,6 +8,7 @@ class has: timm's attributes of the same names.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,35 @@ class Block(nn.Module):
         x = x + self.attn(self.norm1(x))
         x = x + self.mlp(self.norm2(x))
         return x
+
+
+class Convolution(nn.Module):
+    """A 3 x 3 convolution, with batch norm and GELU unless it is the `last`."""
+
+    def __init__(self, channels: int, out: int, stride: int, last: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out, 3, stride, padding=1, bias=last)
+        self.bn = nn.Identity() if last else nn.BatchNorm2d(out)
+        self.act = nn.Identity() if last else nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next feature map."""
+        out: Tensor = self.act(self.bn(self.conv(x)))
+        return out
+
+
+class ConvStem(nn.Module):
+    """Convolutions whose last feature map is the sequence of tokens."""
+
+    def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        layers = list(zip((3, *channels), channels, strides, strict=False))
+        self.backbone = nn.Sequential(*(Convolution(*layer, last=layer is layers[-1]) for layer in layers))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Tokens `[n, patches, dim]` of normalised images."""
+        tokens: Tensor = self.backbone(images).flatten(2).transpose(1, 2)
+        return tokens
 
 
 class PlainViT(nn.Module):

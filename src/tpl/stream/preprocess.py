@@ -1,13 +1,20 @@
-"""Resizes and crops images as the encoder expects them, with the encoder's own settings."""
+"""Resizes and crops images as the encoder expects them, with the encoder's own settings.
+
+The two steps for one image are timm's evaluation transform with Pillow alone: timm and torchvision take as long to
+import as torch itself. Sizes, corners and borders are rounded as they round them, so every pixel is the same
+(`tests/stream/test_preprocess.py`).
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -15,13 +22,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
-from tpl.stream.crop import MEAN, STD, evaluation_steps
 from tpl.stream.decoding import to_rgb
 from tpl.stream.images import ImageSet
 from tpl.stream.resample import FILTERS, Geometry, matching, resample
 
 if TYPE_CHECKING:  # torch takes seconds to import, and finding images does not need it
     import torch
+
+# What timm fills in for a data config that does not say
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+INTERPOLATION, SHARE = "bilinear", 0.875
+BLACK = (0, 0, 0)
 
 # An image with more pixels than this many times the encoder's input is resized before it is sent to a device.
 _LARGE = 4
@@ -32,6 +43,65 @@ _KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
 Shrink = Callable[[Image.Image], Image.Image]
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Resize:
+    """The first step: `mode` is center (the short side fits), border (the long side fits) or squash (both sides)."""
+
+    height: int
+    width: int
+    mode: str
+    interpolation: str
+
+    def size(self, image: Image.Image) -> tuple[int, int]:
+        """Width and height that an image gets."""
+        if self.mode == "squash":
+            return self.width, self.height
+        if self.mode == "center" and self.height == self.width:
+            short, long = sorted(image.size)
+            side = int(self.width * long / short)
+            return (self.width, side) if image.width <= image.height else (side, self.width)
+        ratios = image.height / self.height, image.width / self.width
+        ratio = max(ratios) if self.mode == "border" else min(ratios)
+        return round(image.width / ratio), round(image.height / ratio)
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """The image in its new size."""
+        size = self.size(image)
+        return image if size == image.size else image.resize(size, Image.Resampling[self.interpolation.upper()])
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The second step: the middle of an image, with borders of colour `fill` where the image is too small."""
+
+    height: int
+    width: int
+    fill: tuple[int, ...] = BLACK
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """The middle of the image."""
+        if self.width > image.width or self.height > image.height:
+            larger = Image.new("RGB", (max(self.width, image.width), max(self.height, image.height)), self.fill)
+            larger.paste(image, ((larger.width - image.width) // 2, (larger.height - image.height) // 2))
+            image = larger
+        top, left = round((image.height - self.height) / 2), round((image.width - self.width) / 2)
+        return image.crop((left, top, left + self.width, top + self.height))
+
+
+def evaluation_steps(data_config: Mapping[str, Any]) -> tuple[Resize, CenterCrop]:
+    """Both steps as timm's data config of a network states them."""
+    _, height, width = data_config["input_size"]
+    share, mode = data_config.get("crop_pct") or SHARE, data_config.get("crop_mode") or "center"
+    interpolation = data_config.get("interpolation", INTERPOLATION)
+    if mode not in ("center", "border", "squash") or interpolation.upper() not in Image.Resampling.__members__:
+        raise DataError(f"crop mode '{mode}' with interpolation '{interpolation}' is not supported.")
+    if mode == "center" and math.floor(height / share) != math.floor(width / share):
+        interpolation = INTERPOLATION  # timm has one filter for images that are not square
+    fill = tuple(round(255 * value) for value in data_config.get("mean", MEAN)) if mode == "border" else BLACK
+    resize = Resize(math.floor(height / share), math.floor(width / share), mode, interpolation)
+    return resize, CenterCrop(height, width, fill)
 
 
 class Preprocess:
@@ -61,19 +131,18 @@ class Preprocess:
         return 3 * self.height * self.width
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """`image` resized and cropped: uint8 [3, height, width]."""
+        """An `image` of any mode resized and cropped: uint8 [3, height, width]."""
         import torch
 
         cropped = self._crop(self._resize(to_rgb(image)))
         return torch.from_numpy(np.array(cropped)).permute(2, 0, 1).contiguous()
 
     def shrink(self, image: Image.Image) -> Image.Image:
-        """`image` at the size of the resize step if that is smaller, else as it is.
+        """An RGB `image` at the size of the resize step if that is smaller, else as it is.
 
         Resizing an image of that size changes nothing, so shrinking first never changes a pixel of what `__call__`
         returns.
         """
-        image = to_rgb(image)
         width, height = self._resize.size(image)
         return image if width * height >= image.width * image.height else self._resize(image)
 
@@ -135,7 +204,7 @@ class Preprocess:
         sizes: list[bool] = []  # whether each image is larger than what becomes of it
         waiting = resizer is not None
         for index in chunk:
-            image = to_rgb(images.load(index))
+            image = images.load(index)
             sizes.append(image.width * image.height > self.width * self.height)
             if waiting and not (self._small(image) and image.size == (loaded or [image])[0].size):
                 waiting = False

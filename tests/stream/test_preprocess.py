@@ -11,7 +11,7 @@ from PIL import Image
 from timm.data.transforms_factory import create_transform
 
 from tpl.errors import DataError
-from tpl.stream.crop import evaluation_steps
+from tpl.stream.preprocess import evaluation_steps
 
 SIZES = [(24, 24), (24, 31), (13, 70), (70, 13), (45, 46), (97, 64), (201, 350), (3, 5), (26, 26)]
 MODES = ["center", "border", "squash"]
