@@ -97,3 +97,11 @@ def test_methods_on_equal_banks_ask_them_once(tmp_path: Path, monkeypatch: pytes
         more = len(asked) - count
         together = sum(type(method) is type(asked[-1]) for method in asked[:count])
         assert together == more if spec.method == "tpl" else together < more
+
+
+def test_a_run_that_keeps_no_model_has_the_same_numbers(side_by_side: tuple[Path, list[Event]], tmp_path: Path) -> None:
+    folder, _ = side_by_side
+    found = execute_together(specs(), [tmp_path / "0", tmp_path / "1"], keep_model=False)
+    for i, result in enumerate(found):
+        assert not (tmp_path / str(i) / "model" / "model.json").exists()
+        assert result.summary["last"] == json.loads((folder / str(i) / "results.json").read_text())["summary"]["last"]

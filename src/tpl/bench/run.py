@@ -4,7 +4,7 @@ run.json        what was run: benchmark, method, options (and which of them the 
                 encoder and data hashes, machine, whether the encoder's pre-training had the same classes
 events.jsonl    what happened, one event a line
 stages/000.json accuracies after task 0, and so on
-model/          the model directory after the newest task
+model/          the model directory after the newest task, unless the run was told to keep none
 results.json    the metrics and accuracy matrices of a finished run (cil.csv, til.csv, tp.csv beside it), also those of
                 the parts of a prediction, where a method has several; a stage that was left out has an empty row
 """
@@ -60,12 +60,14 @@ def execute_together(
     resume: bool = False,
     callback: Callback = no_callback,
     track: Sequence[str] = (),
+    keep_model: bool = True,
 ) -> list[RunResult]:
     """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
     Every run has its own directory, as if it had run alone. `callback` gets the events of all runs, with labels if
     there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all
-    train, and the first one does everything else.
+    train, and the first one does everything else. Without `keep_model` no model is stored, and an interrupted run
+    begins again.
     """
     check_trackers(track)
     for spec in specs:
@@ -75,7 +77,9 @@ def execute_together(
     kind = OpenRun if processes.leads else FollowedRun
     with ExitStack() as open_runs:
         with processes.first_before_others():
-            runs = [open_runs.enter_context(kind(*pair, resume)) for pair in zip(specs, places, strict=True)]
+            runs = [
+                open_runs.enter_context(kind(*pair, resume, keep_model)) for pair in zip(specs, places, strict=True)
+            ]
         going = [run for run in runs if not run.finished]
         for number, run in enumerate(runs):
             if run in going:
@@ -110,8 +114,8 @@ class OpenRun:
     learner: Learner
     emit: Callback
 
-    def __init__(self, spec: RunSpec, out: Path, resume: bool) -> None:
-        self.spec, self.out = spec, out
+    def __init__(self, spec: RunSpec, out: Path, resume: bool, keep_model: bool = True) -> None:
+        self.spec, self.out, self.keep_model = spec, out, keep_model
         self.check_directory(resume)
         self.stream, self.learner = spec.stream(), spec.learner()
         if not current().alone:
@@ -204,7 +208,8 @@ class OpenRun:
         content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
         # Before the model's commit: whenever the run is interrupted, every task in the model has its stage file.
         write_stage(self.out, stage, content)
-        self.learner.save(self.store.path, versions=0)
+        if self.keep_model:
+            self.learner.save(self.store.path, versions=0)
 
     def evaluate(self, stage: int) -> None:
         """Measure a stage, unless it is left out or was measured before the run was interrupted."""

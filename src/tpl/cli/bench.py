@@ -127,6 +127,14 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted run.", rich_help_panel=OUTPUT)
     ] = False,
+    keep_model: Annotated[
+        bool,
+        typer.Option(
+            "--model/--no-model",
+            help="Store the model after every task, for --resume, ablate and predict. Without it a run begins again.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = True,
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -209,12 +217,13 @@ def run(
         try:
             with run_progress(err, as_json) as progress:  # of several processes, only the first one gets events
                 callback = progress if as_json else _with_notes(specs, progress)
-                results = execute_together(specs, places, resume, callback, trackers(track))
+                results = execute_together(specs, places, resume, callback, trackers(track), keep_model)
         except KeyboardInterrupt:
             where = escape(", ".join(map(str, places)))
             if processes.leads:
-                again = "continue with the same command and --resume"
-                err.print(f"Interrupted. Finished tasks are stored in {where}; {again}.", soft_wrap=True)
+                kept = "Finished tasks are stored" if keep_model else "No model is stored, only what was measured,"
+                again = "continue with the same command and --resume" if keep_model else "--resume begins again"
+                err.print(f"Interrupted. {kept} in {where}; {again}.", soft_wrap=True)
             raise typer.Exit(130) from None
     if not processes.leads:
         return
