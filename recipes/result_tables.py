@@ -90,15 +90,19 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "joint-ridge": "upper bound",
     "joint": "upper bound",
     "tpl-plus": "",
+    "tpl-plus-former": "former defaults: one view",
     "tpl": "",
     "ranpac-first": "adapted to the first task, as published",
+    "ranpac-best": "the same, ridge chosen on held-out images",
     "ranpac": "encoder as it is",
     "anacp": "",
     "klda": "",
     "slca": "",
     "ease": "",
 }
+KINDS = "-first", "-best", "-former"  # ends of such a NAME that are no part of the method's name
 PARTS = "expert", "bank"  # of tpl-plus
+FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 NOT_RUN = "not run"
 
 
@@ -206,15 +210,20 @@ def family_table() -> list[str]:
     return table(head, rows(), 2)
 
 
+def newest_plus(setting: str) -> str:
+    """The name of the runs of `tpl-plus` with today's defaults, or else of those with the former ones."""
+    return "tpl-plus" if runs_of(setting, "tpl-plus") else FORMER
+
+
 def lasts(setting: str) -> list[str]:
     """Mean Last of `tpl`, `ranpac` and `tpl-plus`, the best one bold."""
-    tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", "tpl-plus"))
+    tpl, ranpac, plus = (mean(percent(runs_of(setting, m), "last")) for m in ("tpl", "ranpac", newest_plus(setting)))
     return [tpl, ranpac, f"**{plus}**"]
 
 
 def plus_variants(setting: str) -> list[dict[str, dict[str, Any]]]:
     """What `tpl ablate` measured on `tpl-plus`, one a class order."""
-    return [variants(RUNS / f"{setting}-tpl-plus-{order}") for order in ORDERS]
+    return [variants(RUNS / f"{setting}-{newest_plus(setting)}-{order}") for order in ORDERS]
 
 
 def asked(setting: str) -> str:
@@ -230,6 +239,7 @@ def answers_table() -> list[str]:
             found = plus_variants(setting)
             expert, auto = ([100 * each[name]["last"] for each in found] for name in ("expert alone", AUTO))
             tpl, ranpac, plus = lasts(setting)
+            title += ", former defaults" if newest_plus(setting) == FORMER else ""
             yield [title, tpl, ranpac, mean(expert), plus, mean(auto), asked(setting)]
 
     return table(f" | `tpl` | {UNADAPTED} | expert | `tpl-plus` | `passes=auto` | task models queried", rows(), 1)
@@ -240,7 +250,8 @@ def label(name: str, runs: Sequence[RunResult]) -> str:
     if name in BOUNDS and runs and not trained_to_the_end(runs[0].description):
         return bound_name(runs[0].description)
     said = f", {ROWS[name]}" if ROWS[name] else ""
-    return f"`{name.removesuffix('-first')}`{said}"
+    method = next((name.removesuffix(kind) for kind in KINDS if name.endswith(kind)), name)
+    return f"`{method}`{said}"
 
 
 def recipe(run: RunResult) -> str:
@@ -403,12 +414,13 @@ def kinds_table() -> list[str]:
     setting = "c100-10t-vit-tiny"
 
     def rows() -> Iterator[list[str]]:
-        for method in ("tpl", "tpl-plus"):
+        for method in ("tpl", FORMER):
             for kind in ("images", "features", "none"):
                 runs = runs_of(setting, method if kind == "images" else f"{method}-{kind}")
                 kept = f"{statistics.mean(run.summary['memory_bytes'] for run in runs) / 1000:,.0f}".replace(",", " ")
                 cells = mean(percent(runs, "aia")), mean(percent(runs, "til")), mean(percent(runs, "tp")), kept
-                yield [f"`{method}`, {kind}", spread(percent(runs, "last")), *cells]
+                title = f"`{method}`" if method in ROWS and not ROWS[method] else label(method, runs)
+                yield [f"{title}, {kind}", spread(percent(runs, "last")), *cells]
 
     return table(" | Last | AIA | TIL | task prediction | kB kept of old images", rows(), 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,3 +209,12 @@ def test_the_product_and_a_benchmark_learn_the_same_model(tmp_path: Path) -> Non
     assert measured.weighting() == learned.weighting() and learned.weighting()["fitted_on"] > 0  # type: ignore[index]
     assert differences(tensors_of(measured), tensors_of(learned)) == []
     assert json.loads((run / "run.json").read_text())["held_out"] == 0.25
+
+
+def test_a_reader_follows_few_files() -> None:
+    """The paper's method: an answer passes through at most 15 files of the package, a task through 25."""
+    script = Path(__file__).parents[1] / "benchmarks" / "roads.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["tpl predict"]["files"] <= 15
+    assert found["tpl learn"]["files"] <= 25

@@ -54,7 +54,7 @@ def made(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def copied(recipe: ModuleType, results: Path, name: str, order: str, **changes: Any) -> None:
     """A run of t-5t, made of one of c100-10t; `options`, `last` and `parts` may be other ones."""
-    source = recipe.RUNS / "c100-10t-vit-tiny-tpl-plus-natural"
+    source = recipe.RUNS / "c100-10t-vit-tiny-tpl-plus-former-natural"
     description = json.loads((source / "run.json").read_text())
     content = json.loads((source / "results.json").read_text())
     description |= {"method": name.removesuffix("-first"), "order": order.replace("-", ":")}
@@ -130,7 +130,7 @@ def test_auto_is_shown_as_it_is_by_default(recipe: ModuleType) -> None:
 def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
     """Within a setting: one encoder, one commit, nothing drifted, and networks trained by one recipe."""
     for setting in recipe.SETTINGS:
-        runs = {method: recipe.runs_of(setting, method) for method in ("tpl", "tpl-plus", "ranpac", "more", "row")}
+        runs = {name: recipe.runs_of(setting, name) for name in ("tpl", recipe.FORMER, "ranpac", "more", "row")}
         everyone = [run for found in runs.values() for run in found]
         assert len({run.description["encoder"]["sha256"] for run in everyone}) == 1
         assert len({run.description["environment"]["commit"] for run in everyone}) == 1
@@ -138,6 +138,12 @@ def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
         trained = [run for method, found in runs.items() if method != "ranpac" for run in found]
         for name in ("epochs", "lr", "schedule", "augment", "others", "latent", "memory"):
             assert len({run.description["options"].get(name) for run in trained} - {None}) == 1, (setting, name)
+        for run in recipe.runs_of(setting, "tpl-plus"):
+            assert run.summary["drift"] == 0
+            for name in ("expert_views", "others", "expert_weight"):
+                assert run.description["options"][name] == getattr(PlusConfig(), name)  # today's defaults
+            for name in ("epochs", "lr", "schedule", "augment", "latent", "memory"):
+                assert run.description["options"][name] == trained[0].description["options"][name], (setting, name)
 
 
 def test_the_suite_of_baselines_is_what_was_run(recipe: ModuleType) -> None:

@@ -18,7 +18,7 @@ from tpl.methods.bank.training import BankObjective
 from tpl.nets import create_encoder
 from tpl.stream import Preprocess
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 RECIPE = Recipe(lr=0.01, momentum=0.9, weight_decay=5e-4, nesterov=True)
 

@@ -202,6 +202,7 @@ class OneOfOne(Processes):
         return name
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_sums_over_processes_are_part_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's sum is replayed with the rest of the step: the answers are those of one process."""

@@ -13,7 +13,7 @@ from tpl import Learner
 from tpl.methods import load_methods
 from tpl.stream import Stream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 10, "lr": 0.02, "memory": 12}

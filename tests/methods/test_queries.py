@@ -176,6 +176,7 @@ def test_passes_are_filled_up_and_nothing_is_lost() -> None:
     assert groups == [[(0, 0, [0, 1, 2, 3])], [(0, 0, [4]), (1, 2, [0, 1, 2])], [(2, 1, [0])]]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("protect", ["hat", "supsup"])

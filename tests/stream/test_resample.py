@@ -180,6 +180,7 @@ class TestDeviceBatches:
         assert Preprocess(CONFIG).batch(Loaded([])).shape == (0, 3, 24, 24)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_gpu_gives_the_same_pixels(config: dict[str, Any]) -> None:
