@@ -348,11 +348,14 @@ class Method(ABC):
             self._restore(before)
             raise
 
-    def _snapshot(self) -> tuple[State, list[tuple[str, ...]], list[list[bytes]]]:
+    def snapshot(self) -> State:
+        """What `load_state` needs to undo a change: a copy, except of tensors that no change writes to."""
         state = self.state()
-        copy = State(*(_cloned(part) for part in (state.shared, state.tasks)))
+        return State(cloned(state.shared), [cloned(own) for own in state.tasks])
+
+    def _snapshot(self) -> tuple[State, list[tuple[str, ...]], list[list[bytes]]]:
         exemplars = [list(images) for images in self.memory.exemplars] if self.memory is not None else []
-        return copy, self.task_classes_, exemplars
+        return self.snapshot(), self.task_classes_, exemplars
 
     def _restore(self, snapshot: tuple[State, list[tuple[str, ...]], list[list[bytes]]]) -> None:
         state, self.task_classes_, exemplars = snapshot
@@ -400,11 +403,9 @@ def owners(sizes: Sequence[int]) -> Tensor:
     return torch.tensor([t for t, size in enumerate(sizes) for _ in range(size)], dtype=torch.long)
 
 
-def _cloned(part: Any) -> Any:
-    """A copy of nested lists and dicts of tensors."""
-    if isinstance(part, list):
-        return [_cloned(entry) for entry in part]
-    return {name: tensor.clone() for name, tensor in part.items()}
+def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of named tensors."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 METHODS: dict[str, type[Method]] = {}

@@ -209,8 +209,9 @@ class TPL(BankMethod):
 
     def task_log_probabilities(self, scores: Tensor) -> Tensor:
         """log P(task | image) from task scores `[n, tasks]`; a task with score -inf has probability 0."""
-        if self.calibration_ is not None:
-            scores = scores * self.calibration_[0] + self.calibration_[1]
+        if self.calibration_ is not None:  # a fitted scale may be 0 or negative: -inf stays what it is
+            left_out = scores == -torch.inf
+            scores = (scores * self.calibration_[0] + self.calibration_[1]).masked_fill(left_out, -torch.inf)
         answer: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
         return answer
 

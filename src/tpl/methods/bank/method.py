@@ -29,7 +29,7 @@ from tpl.memory import POLICIES, Memory
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.training import TrainingJob, run_jobs, same_samples, to_all
-from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
+from tpl.methods.base import UNKNOWN, Answers, Method, cloned, task_of_class
 from tpl.nets import Encoder
 from tpl.scores.calibration import smallest_share, unknown_scores
 from tpl.store import State, under_prefix
@@ -380,7 +380,21 @@ class BankMethod(Method):
 
     def state(self) -> State:
         """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
-        shared = {ADAPTERS + k: v.detach() for k, v in self.bank.adapters.state_dict().items()}
+        return self._state({k: v.detach() for k, v in self.bank.adapters.state_dict().items()}, self.shared_state())
+
+    def snapshot(self) -> State:
+        """The state with a copy of the adapters: training writes to them, all other tensors are only replaced.
+
+        So the cost of an attempt does not grow with the number of tasks.
+        """
+        return self._state(cloned(self.bank.adapters.state_dict()), self.shared_snapshot())
+
+    def shared_snapshot(self) -> dict[str, Tensor]:
+        """`shared_state` for `snapshot`: in whatever form is there already."""
+        return self.shared_state()
+
+    def _state(self, adapters: dict[str, Tensor], more: dict[str, Tensor]) -> State:
+        shared = {ADAPTERS + k: v for k, v in adapters.items()}
         for t, outputs in enumerate(self.memory_outputs_):
             shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
@@ -393,7 +407,7 @@ class BankMethod(Method):
             if model.adapter_set:
                 own[ADAPTER_SET] = torch.tensor(model.adapter_set)
             tasks.append(own | {f"held.{k}": v for k, v in held.tensors().items()})
-        return State(shared | self.shared_state(), tasks)
+        return State(shared | more, tasks)
 
     def load_state(self, state: State) -> None:
         """Restore the bank and the memory's outputs, then the method's own state, without running the encoder."""
