@@ -278,8 +278,13 @@ class Method(ABC):
         """Learn from more images of known classes, or stay unchanged if that fails or is interrupted."""
         callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, callback)
-        with self._attempt():
+        with self.attempt():
             self.update_classes(task, samples, held)
+
+    @property
+    def can_update(self) -> bool:
+        """Whether it learns from more images of known classes."""
+        return type(self).update_classes is not Method.update_classes
 
     def remove(self, name: str) -> None:
         """Forget one class; with its last class a task is removed."""
@@ -288,7 +293,7 @@ class Method(ABC):
             raise TplError(f"'{name}' is the only class; a model needs at least one. Delete the model instead.")
         number = self.classes_.index(name)
         left = [tuple(c for c in classes if c != name) for classes in self.task_classes_]
-        with self._attempt():
+        with self.attempt():
             self.task_classes_ = [classes for classes in left if classes]
             self.remove_class(task, own, number)
         self.removed_tasks += len(left) - len(self.task_classes_)
@@ -330,7 +335,7 @@ class Method(ABC):
             raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
         callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, callback)
-        with self._attempt():
+        with self.attempt():
             if self.cumulative:
                 self.task_classes_ = []
             yield samples
@@ -339,7 +344,7 @@ class Method(ABC):
                 self.hold_out(held)
 
     @contextmanager
-    def _attempt(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
         """A context that restores the method on an error."""
         before = self._snapshot()
         try:
