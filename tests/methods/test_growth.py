@@ -96,3 +96,14 @@ def test_a_commit_reads_an_unchanged_task_once(tmp_path: Path, monkeypatch: pyte
     header = ModelStore(tmp_path / "model").header()
     assert not [name for name in hashed if name.startswith("task-")]
     assert all(real(tmp_path / "model" / file) == checksum for file, checksum in header["files"].items())
+
+
+@pytest.mark.parametrize("policy", ["herding", "k-centres", "border", "leverage"])
+def test_the_bank_chooses_exemplars_by_features_of_the_newest_model(policy: str) -> None:
+    learner, usual = taught("tpl", memory_policy=policy), taught("tpl")
+    memory, other = learner.method.memory, usual.method.memory
+    assert memory is not None and other is not None
+    assert [len(images) for images in memory.exemplars] == [len(images) for images in other.exemplars] == [3] * 4
+    assert memory.exemplars != other.exemplars
+    learner.update(digits([0], 6, start=60), ["0"] * 6)
+    assert len(memory) == 12

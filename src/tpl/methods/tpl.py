@@ -153,7 +153,7 @@ class TPL(BankMethod):
         """Fit the task's score, store some of its images, then update kNN banks and calibration."""
         z, logits = self.outputs_of_newest(samples)
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
-        self.remember(task)
+        self.remember(task, z)
         task_classes = [*self.task_classes_, task.classes]
         if self.statistics is not None:
             self._keep_statistics(self.statistics, samples, Outputs(z, logits), task_classes)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory
+from tpl.memory import FEATURE_POLICIES, POLICIES, Memory
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.training import TrainingJob, run_jobs, same_samples, to_all
@@ -45,7 +45,13 @@ class MemoryConfig(ProtectConfig, Recipe):
     """Options of training, network and replay memory."""
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
-    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES), group="memory")
+    memory_policy: str = option(
+        "random",
+        "which images of a class are kept: random (paper), the first (public code), or by features under the task's "
+        "model: herding, k-centres, nearest to the border, or of the largest leverage",
+        (*POLICIES, *FEATURE_POLICIES),
+        group="memory",
+    )
     rotation_classes: bool = option(
         False,
         "also train on new images rotated by 90, 180 or 270 degrees, as classes that are never predicted",
@@ -307,12 +313,15 @@ class BankMethod(Method):
             raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         return outputs
 
-    def remember(self, task: Task) -> None:
-        """Store some images of a task that was just trained, and compute every task's outputs on the memory."""
+    def remember(self, task: Task, features: Tensor) -> None:
+        """Store some images of a task that was just trained, and compute every task's outputs on the memory.
+
+        `features` are those of its training images, for a memory that chooses by them.
+        """
         empty = torch.zeros(0, self.encoder.dim, device=self.compute.device)
         self.held_.append(HeldOut(empty, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
         self._held_scores = None
-        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
+        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device, features)
         self._update_memory_outputs(kept)
 
     def memory_tasks(self, task_classes: list[tuple[str, ...]]) -> Tensor:
