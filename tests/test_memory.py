@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory, StoredImages, herding
+from tpl.memory import FEATURE_POLICIES, POLICIES, Memory, StoredImages, border, herding, k_centres, leverage
 from tpl.stream import ArrayImages, Preprocess
 
 CONFIG: dict[str, Any] = {
@@ -317,3 +317,56 @@ def test_an_unreadable_image_leaves_the_exemplars_as_they_were(preprocess: Prepr
     with pytest.raises(TplError, match="cannot be read"):
         memory.redraw({0: numbered(1, 200, 9), 1: bad}, {0: 30, 1: 0}, preprocess)
     assert memory.exemplars == before
+
+
+def two_classes(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Features of 30 images of a class around the first axis, and of 30 of another around the second."""
+    noise = torch.randn(60, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    centres = torch.eye(4, dtype=torch.float64)[torch.arange(2).repeat_interleave(30)]
+    return (3 * centres + 0.5 * noise).split(30)
+
+
+@pytest.mark.parametrize("policy", sorted(FEATURE_POLICIES))
+def test_feature_policies_are_nested_and_do_not_depend_on_the_order_of_images(policy: str) -> None:
+    own, rest = two_classes()
+    rank = FEATURE_POLICIES[policy]
+    whole = rank(own, 30, rest).tolist()
+    assert sorted(whole) == list(range(30))
+    assert rank(own, 7, rest).tolist() == whole[:7]
+    shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(5))
+    assert shuffled[torch.from_numpy(rank(own[shuffled], 7, rest))].tolist() == whole[:7]
+    assert rank(own, 4, rest[:0]).tolist() == rank(own, 30, rest[:0]).tolist()[:4]  # a task of one class
+
+
+def test_k_centres_cover_a_class_better_than_herding() -> None:
+    own, _ = two_classes()
+    unit = torch.nn.functional.normalize(own, dim=1)
+
+    def radius(rows: Any) -> float:
+        return float(torch.cdist(unit, unit[torch.from_numpy(rows)]).amin(dim=1).max())
+
+    assert radius(k_centres(own, 6)) < radius(herding(own, 6))
+
+
+def test_the_border_is_where_the_other_class_is() -> None:
+    own, rest = two_classes()
+    own[7] = torch.tensor([1.0, 0.95, 0.0, 0.0])  # between the two
+    assert border(own, 1, rest).tolist() == [7]
+
+
+def test_the_image_that_nothing_else_explains_has_the_largest_leverage() -> None:
+    own, rest = two_classes()
+    own[:, 3] = rest[:, 3] = 0.0
+    own[11] = torch.tensor([1.0, 0.0, 0.0, 2.0])
+    assert leverage(own, 1, rest).tolist() == [11]
+
+
+@pytest.mark.parametrize("policy", sorted(FEATURE_POLICIES))
+def test_an_update_of_a_memory_that_ranks_by_features_draws_at_random(policy: str, preprocess: Preprocess) -> None:
+    memory = Memory(8, policy, seed=3)
+    own, rest = two_classes()
+    memory.add(numbered(2, 30, 0), 2, preprocess, features=torch.cat([own, rest]))
+    before = tags(memory)
+    origin = memory.redraw({1: numbered(1, 200, 9)}, {1: 30}, preprocess).tolist()
+    assert all((row < 0 and tag[0] == 9) or tag == before[row] for tag, row in zip(tags(memory), origin, strict=True))
+    assert any(row < 0 for row in origin)

@@ -49,6 +49,7 @@ DOWNLOAD = "TPL_DOWNLOAD"  # environment variable: with 1, loading a model may f
 MAX_SOURCE = 5000  # characters that are kept of where a task's images came from
 MAX_NAME = 1000  # characters of a class or a task
 HELD_OUT = 0.1  # share of every class that is not trained on
+LEARNED, UPDATED = "learned", "updated"  # what became of a class
 
 Images = ImageSet | Iterable[Image.Image | Path | str | NDArray[np.uint8]]
 Given = Task | Path | str | Images
@@ -77,6 +78,7 @@ class Learner:
         config = found.config_class.parse(options)
         compute = choose_compute(device, precision, compile)
         self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
+        self.outcome_: dict[str, str] = {}  # what the last `learn` or `update` did to each of its classes
         self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
@@ -222,22 +224,37 @@ class Learner:
         callback: Callback = no_callback,
         source: str = "",
     ) -> Self:
-        """Learn one more task; its classes must be new.
+        """Learn one more task of new classes; images of known classes among them `update` these, if both are given.
 
         `images` is a Task, the path of class folders or of a zip of them, or a list of images with a class name each
         in `labels`. A share `held_out` of every class with at least five images is not trained on: it measures the
-        accuracy, and calibrates the unknown score.
+        accuracy, and calibrates the unknown score. `outcome_` says what became of every class. If anything fails, all
+        stays as it was.
         """
-        task = self._as_task(images, labels, name)
-        self._refuse_known(task)
+        task, known = self._by_novelty(self._as_task(images, labels, name))
         check_stored_names("class", task.classes)
         check_stored_names("task", [task.name])
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
         source = source.encode(errors="replace").decode()[-MAX_SOURCE:]  # a path may hold bytes that are no text
+        if known is None:
+            self._learn_task(task, held_out, callback, source)
+            return self
+        entries = self._entries
+        try:
+            with self.method.attempt():
+                self._learn_task(task, held_out, callback, source)
+                self.update(known, callback=callback, held_out=held_out)
+        except BaseException:
+            self._entries = entries
+            raise
+        self.outcome_ = dict.fromkeys(task.classes, LEARNED) | self.outcome_
+        return self
+
+    def _learn_task(self, task: Task, held_out: float, callback: Callback, source: str) -> None:
         learn_side_by_side([self], [task], [held_out], [callback], source)
         entry = self._entries[-1]
+        self.outcome_ = dict.fromkeys(task.classes, LEARNED)
         callback(Event("learned", {"task": task.name, "accuracy": entry.accuracy, "held_out": sum(entry.held_out)}))
-        return self
 
     def _record(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
         """Add an entry for the newest task, with the errors on its held-out images."""
@@ -291,6 +308,7 @@ class Learner:
         self._entries = [
             entry.updated(trained, apart) if set(entry.classes) & set(task.classes) else entry for entry in entries
         ]
+        self.outcome_ = dict.fromkeys(task.classes, UPDATED)
         callback(Event("learned", {"task": task.name, "accuracy": None, "held_out": len(held)}))
         return self
 
@@ -346,17 +364,20 @@ class Learner:
             raise TplError("There are no images to learn from.")
         return replace(task, name=_unused(name or task.name, taken))
 
-    def _refuse_known(self, task: Task) -> None:
+    def _by_novelty(self, task: Task) -> tuple[Task, Task | None]:
+        """The part of a task whose classes are new, and the part whose classes are known, if there is one."""
         known = [] if self.method.cumulative else [c for c in task.classes if c in self.classes_]
         if not known:
-            return
+            return task, None
         new = [c for c in task.classes if c not in known]
         if not new:
             raise TplError(f"Already learned: {', '.join(known)}. To add images of known classes, use update.")
-        raise TplError(
-            f"Already learned: {', '.join(known)}; new: {', '.join(new)}. A task must have new classes only: learn "
-            "the new ones by themselves, and add the images of known ones with update."
-        )
+        if not self.method.can_update:
+            raise TplError(
+                f"Already learned: {', '.join(known)}; new: {', '.join(new)}. The method '{self.method.name}' cannot "
+                "learn from more images of known classes: learn the new ones by themselves."
+            )
+        return _classes_of(task, new), _classes_of(task, known)
 
     # Storage
 
@@ -549,6 +570,13 @@ def _unused(name: str, taken: set[str]) -> str:
     """The name, or with a number where it is taken."""
     numbered = (f"{name} {number}" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in taken)
+
+
+def _classes_of(task: Task, classes: Sequence[str]) -> Task:
+    """The part of a task with these classes."""
+    number = np.array([classes.index(c) if c in classes else -1 for c in task.classes])
+    rows = np.flatnonzero(number[task.train.labels] >= 0)
+    return Task(task.name, tuple(classes), relabelled(task.train, rows, number[task.train.labels[rows]]))
 
 
 def _without_empty_classes(task: Task) -> Task:

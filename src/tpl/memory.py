@@ -52,8 +52,58 @@ def herding(features: Tensor, count: int) -> NDArray[np.int64]:
     return np.array(ranking, dtype=np.int64)
 
 
-# A feature policy ranks the best `count` images of one class by their features `[n, dim]`.
-FEATURE_POLICIES: dict[str, Callable[[Tensor, int], NDArray[np.int64]]] = {"herding": herding}
+def k_centres(features: Tensor, count: int) -> NDArray[np.int64]:
+    """Images that cover the class: first the one nearest to the mean, then always the one farthest from all chosen.
+
+    The greedy solution of the k-centre problem (Gonzalez, 1985), on features of unit length.
+    """
+    x = F.normalize(features.detach().double().cpu(), dim=1)
+    ranking: list[int] = []
+    nearest = torch.full((len(x),), torch.inf, dtype=torch.float64)  # squared distance to the nearest one chosen
+    best = int((x @ x.mean(dim=0)).argmax()) if len(x) else 0
+    for _ in range(min(count, len(x))):
+        ranking.append(best)
+        nearest = torch.minimum(nearest, 2 - 2 * (x @ x[best]))
+        nearest[ranking] = -torch.inf
+        best = int(nearest.argmax())
+    return np.array(ranking, dtype=np.int64)
+
+
+def border(features: Tensor, count: int, rest: Tensor) -> NDArray[np.int64]:
+    """Images nearest to another class of the task: by the distance to `rest`, minus that to the class's own mean.
+
+    Of a task with a single class, those farthest from its mean.
+    """
+    x = F.normalize(features.detach().double().cpu(), dim=1)
+    own = (x - x.mean(dim=0)).norm(dim=1)
+    if len(rest):
+        others = F.normalize(rest.detach().double().cpu(), dim=1)
+        own = own - torch.cdist(x, others).amin(dim=1)
+    return own.argsort(descending=True, stable=True)[:count].numpy()
+
+
+def leverage(features: Tensor, count: int, rest: Tensor) -> NDArray[np.int64]:
+    """Images that weigh most in a ridge regression on the task's features: the largest x^T (X^T X + a I)^-1 x.
+
+    The ridge a is a hundredth of the mean diagonal of X^T X, X the features of all the task's images.
+    """
+    x, others = (F.normalize(part.detach().double().cpu(), dim=1) for part in (features, rest))
+    gram = x.T @ x + others.T @ others
+    gram.diagonal().add_(LEVERAGE_RIDGE * float(gram.diagonal().mean()))
+    weight = (x * torch.linalg.solve(gram, x.T).T).sum(dim=1)
+    return weight.argsort(descending=True, stable=True)[:count].numpy()
+
+
+LEVERAGE_RIDGE = 0.01
+
+# A feature policy ranks the best `count` images of one class by their features `[n, dim]`; some also look at `rest`, the
+# features of the other classes of the task.
+FEATURE_POLICIES: dict[str, Callable[[Tensor, int, Tensor], NDArray[np.int64]]] = {
+    "herding": lambda features, count, rest: herding(features, count),
+    "k-centres": lambda features, count, rest: k_centres(features, count),
+    "border": border,
+    "leverage": leverage,
+}
 
 
 @dataclass
@@ -121,7 +171,8 @@ class Memory:
         for c in range(classes):
             members = np.flatnonzero(labels == c)
             rng = np.random.default_rng([self.seed, first + c])
-            chosen = members[self._rank(len(members), rng, quotas[first + c], _rows_of(features, members))]
+            ranking = self._rank(len(members), rng, quotas[first + c], features, labels == c)
+            chosen = members[ranking]
             fresh.append([encode(preprocess.shrink(images.load(int(i)))) for i in chosen])
         ranks = [rank for images_ in self.exemplars for rank in range(len(images_))]
         limits = [quotas[c] for c, images_ in enumerate(self.exemplars) for _ in images_]
@@ -151,7 +202,9 @@ class Memory:
             rng = np.random.default_rng([self.seed, c, counts[c], len(more)])
             drawn: list[tuple[bytes, int]] = []
             total = counts[c] + len(more)
-            for i in self._rank(total, rng, total).tolist():
+            # A policy that ranks by features would need those of images that are gone: the draw is random then.
+            rank = POLICIES["random" if self.ranks_by_features else self.policy]
+            for i in rank(total, rng).tolist():
                 if len(drawn) == quotas[c]:
                     break
                 if i >= counts[c]:
@@ -165,13 +218,14 @@ class Memory:
         return torch.tensor([row for rows in before for row in rows], dtype=torch.long)
 
     def _rank(
-        self, images: int, rng: np.random.Generator, count: int, features: Tensor | None = None
+        self, images: int, rng: np.random.Generator, count: int, features: Tensor | None, own: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
-        """The indices of the first `count` of one class's images in the policy's ranking."""
+        """The indices of the first `count` of one class's images, `own` among all, in the policy's ranking."""
         if self.ranks_by_features:
             if features is None:
                 raise TplError(f"The memory policy '{self.policy}' ranks images by features; none were given.")
-            return FEATURE_POLICIES[self.policy](features, count)
+            mine = torch.from_numpy(own).to(features.device)
+            return FEATURE_POLICIES[self.policy](features[mine], count, features[~mine])
         return POLICIES[self.policy](images, rng)[:count]
 
     def remove(self, c: int) -> Tensor:
@@ -256,10 +310,6 @@ class StoredImages(ImageSet):
     def identity(self, index: int) -> bytes:
         """The encoded image itself."""
         return self.images[index]
-
-
-def _rows_of(features: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
-    return None if features is None else features[torch.from_numpy(rows).to(features.device)]
 
 
 def encode(image: Image.Image) -> bytes:

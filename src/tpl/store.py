@@ -230,7 +230,8 @@ class ModelStore:
         try:
             written = self._write_folder(newest, parts)
             wanted = {*files, *itertools.chain.from_iterable(places.values())}
-            sums = {file: written.get(file) or sha256_of(self.path / file) for file in wanted}
+            checked = (old.get("files") or {}) | {f: checksum for checksum, fs in known.items() for f in fs} | written
+            sums = {file: checked.get(file) or sha256_of(self.path / file) for file in wanted}
             self._replace_header(complete | {"files": dict(sorted(sums.items()))}, old, keep)
         except (OSError, SafetensorError, ValueError, StoreError) as error:
             for leftover in (self.path / newest, partial_path(self.path / newest)):

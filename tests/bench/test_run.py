@@ -441,3 +441,15 @@ def test_a_commit_that_was_only_named_is_marked(tmp_path: Path, monkeypatch: pyt
 def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:
     drifts = [read(whole.place / "stages" / f"{t:03d}.json")["drift"] for t in range(2)]
     assert drifts == [0.0, 0.0] and whole.result.summary["drift"] == 0.0
+
+
+@pytest.mark.parametrize("method", ["tpl", "finetune"])
+def test_in_a_blurry_run_late_images_update_the_methods_that_can(method: str, tmp_path: Path) -> None:
+    spec = replace(SPEC, benchmark="digits-blurry", method=method, options=TRAINING if method == "finetune" else OPTIONS)
+    late = spec.stream()[1].more
+    assert late is not None and 0 < len(late.train) < 40 and set(late.classes) <= {"0", "1"}
+    result = execute(spec, tmp_path / "run")
+    assert len(result.matrices["cil"]) == 2
+    records = Learner.load(tmp_path / "run" / "model", device="cpu").tasks_
+    expected = len(spec.stream()[0].train) + (len(late.train) if method == "tpl" else 0)
+    assert records[0].images == expected

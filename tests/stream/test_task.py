@@ -190,3 +190,35 @@ class TestValidation:
     def test_bad_arguments(self, stream: Stream, fraction: float, seed: int) -> None:
         with pytest.raises(DataError, match="validation"):
             stream.with_validation(fraction, seed)
+
+
+class TestBlurred:
+    def test_a_share_of_every_class_arrives_elsewhere_and_nothing_is_lost(self) -> None:
+        sharp = split(images([0, 1, 2, 3] * 20), None, NAMES[:4], 1)
+        blurry = sharp.blurred(0.2, seed=0)
+        late = {name: 0 for name in NAMES[:4]}
+        for number, task in enumerate(blurry):
+            earlier = {name for before in blurry[:number] for name in before.classes}
+            if task.more is not None:
+                assert set(task.more.classes) <= earlier
+                for label in task.more.train.labels:
+                    late[task.more.classes[label]] += 1
+        kept = [len(task.train) for task in blurry]
+        assert [20 - count for count in late.values()] == kept
+        assert late["dog"] == 0 and late["ant"] == 4  # the last class has no later task, the first no earlier one
+        everything = sorted(values(blurry.union(3).train))
+        assert everything == sorted(values(sharp.union(3).train))
+
+    def test_late_images_keep_their_class_and_are_closed_with_their_task(self) -> None:
+        blurry = split(images([0] * 9 + [1] * 9 + [2] * 9), None, NAMES[:3], 1).blurred(0.4, seed=1)
+        union = blurry.union(2)
+        assert [value // 10 for value in values(union.train)] == union.train.labels.tolist()
+        tasks = list(blurry.once())
+        more = next(task.more for task in tasks if task.more is not None)
+        with pytest.raises(TaskClosed):
+            more.train.load(0)
+
+    def test_the_same_seed_gives_the_same_stream(self) -> None:
+        sharp = split(images([0, 1, 2] * 10), None, NAMES[:3], 1)
+        a, b, c = (sharp.blurred(0.3, seed).union(2) for seed in (0, 0, 1))
+        assert values(a.train) == values(b.train) != values(c.train)

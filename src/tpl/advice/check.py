@@ -19,6 +19,8 @@ from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
+# Of `same_classes`, on digits with 10 images or more of both: .29 to .7 for one class in two parts, at most .15 for two.
+ONE_CLASS, FEWEST = 0.3, 5  # the smallest share, and images of both
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,27 @@ def _predictions(found: Looked, names: list[str], reference: Reference | None) -
     if len(labels.unique()) < 2:
         return None
     return leave_one_out(centred(features), labels, classes)
+
+
+def same_classes(found: Looked, names: list[str], reference: Reference) -> list[dict[str, Any]]:
+    """New classes that are likely a known one under another name: their images cannot be told apart.
+
+    The share of a class's images that is taken for the other is averaged over both classes, of which one may have many
+    more images. It is about a half for one class in two parts.
+    """
+    predicted = _predictions(found, names, reference)
+    if predicted is None:
+        return []
+    every = list(dict.fromkeys([*names, *reference.names]))
+    table = predicted.confusion()
+    rates = table.double() / table.sum(dim=1, keepdim=True).clamp_min(1)
+    shares = (rates + rates.T) / 2
+    return [
+        {"class": name, "known": every[j], "share": round(float(shares[i, j]), 3)}
+        for i, name in enumerate(names)
+        for j in torch.nonzero(shares[i] >= ONE_CLASS).squeeze(1).tolist()
+        if j >= len(names) and min(int(table[i].sum()), int(table[j].sum())) >= FEWEST
+    ]
 
 
 def _copies(stored: Tensor, features: Tensor) -> Tensor:

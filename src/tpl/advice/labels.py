@@ -50,11 +50,15 @@ class LeaveOneOut:
         order = best[rows].argsort(descending=True, stable=True)
         return [(int(i), int(likely[i]), float(best[i])) for i in rows[order]]
 
-    def alike(self) -> list[tuple[int, int, int, int]]:
-        """Pairs of classes that are often taken for each other: both classes, images confused, images of both."""
+    def confusion(self) -> Tensor:
+        """Number of images by labelled class (rows) and predicted class (columns)."""
         classes = self.probabilities.shape[1]
         table = torch.zeros(classes, classes, dtype=torch.long)
-        table.index_put_((self.labels, self.predicted), torch.ones_like(self.labels), accumulate=True)
+        return table.index_put_((self.labels, self.predicted), torch.ones_like(self.labels), accumulate=True)
+
+    def alike(self) -> list[tuple[int, int, int, int]]:
+        """Pairs of classes that are often taken for each other: both classes, images confused, images of both."""
+        table = self.confusion()
         counts = table.sum(dim=1)
         both = table + table.T
         pairs = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Benchmark:
     from_scratch: FromScratch | None = None  # where networks without pre-training differ
     small_memory: int | None = None  # memory size of the paper's runs with half as many exemplars
     encoder: str = COMPACT  # the default: one that was not pre-trained on this data set
+    blurry: float = 0.0  # share of each class's training images that arrive in other tasks, see `Stream.blurred`
 
     def smaller_memory(self) -> int:
         """The memory of the paper's small-buffer experiments."""
@@ -72,6 +73,8 @@ class Benchmark:
             stream = stream[:tasks]
         if validation is not None:
             stream = stream.with_validation(validation, seed)
+        if self.blurry:
+            stream = stream.blurred(self.blurry, seed)
         unmeasured = [task.name for task in stream if task.test is None]
         if unmeasured:
             raise TplError(f"No images are left to measure {', '.join(unmeasured)} on: they have one image a class.")
@@ -200,6 +203,27 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
     )
 }
+
+
+LONG = (
+    replace(BENCHMARKS["c100-20t"], name="c100-50t", summary="CIFAR-100, 50 tasks of 2 classes", per_task=2),
+    replace(BENCHMARKS["t-10t"], name="t-100t", summary="Tiny-ImageNet, 100 tasks of 2 classes", per_task=2),
+)
+BLURRY = (
+    replace(
+        BENCHMARKS["digits-5t"],
+        name="digits-blurry",
+        summary="digits-5t, but a tenth of each class's images arrives in other tasks",
+        blurry=0.1,
+    ),
+    replace(
+        BENCHMARKS["c100-10t"],
+        name="c100-blurry",
+        summary="c100-10t, but a tenth of each class's images arrives in other tasks",
+        blurry=0.1,
+    ),
+)
+BENCHMARKS |= {b.name: replace(b, small_memory=None) for b in (*LONG, *BLURRY)}  # not of the paper
 
 
 def find_benchmark(name: str) -> Benchmark:

@@ -104,6 +104,9 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
     runs, tasks = zip(*pairs, strict=True)
     shares, callbacks = [run.spec.held_out for run in runs], [run.emit for run in runs]
     learn_side_by_side([run.learner for run in runs], tasks, shares, callbacks)
+    for run, task in pairs:
+        if task.more is not None and run.learner.method.can_update:  # other methods do without these images
+            run.learner.update(task.more, held_out=run.spec.held_out)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
 

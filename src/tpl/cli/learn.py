@@ -228,8 +228,10 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
     with store.creating():
         learner = _learner(store, request)
         ready, notes = _read(learner, given, request, progress)
-        chosen = _choose(learner, ready, request)
+        new, more = _by_novelty(learner, ready, request)
+        chosen = _choose(learner, new, request)
         task = as_task(ready, _task_name(given))
+        alike = [] if request.update else _warn_about_same_classes(learner, new)
         if request.update:
             learner.update(task, callback=progress, held_out=request.held_out)
         else:
@@ -241,7 +243,8 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "model": str(store.path),
         "task": record.name if measured else None,
         "updated": request.update,
-        "classes": ready.counts,
+        "classes": new.counts,
+        "more": more,
         "images": record.images if measured else len(ready.images),
         "held_out": record.held_out if measured else None,
         "accuracy": record.accuracy if measured else None,
@@ -251,6 +254,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         **{key: facts[key] for key in ("memory", "capacity", "smallest_reject")},
         "bytes": bytes_on_disk(store.path),
         "seconds": round(time.monotonic() - started, 2),
+        "same_classes": alike,
         **notes,
     }
 
@@ -260,6 +264,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     learner = _learner(store, request)
     ready, notes = _read(learner, given, request, progress)
     reading = time.monotonic() - started
+    ready, more = _by_novelty(learner, ready, request)
     chosen = _choose(learner, ready, request)
     memory = learner.facts()["memory"]
     train = trained_on(ready, request.held_out, learner.method.seed)
@@ -275,6 +280,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
         "model": str(store.path),
         "updated": request.update,
         "classes": ready.counts,
+        "more": more,
         "images": train,
         "held_out": len(ready.images) - train,
         **chosen,
@@ -330,6 +336,44 @@ def _read(
     return ready, {"skipped": skipped, "unreadable": problems}
 
 
+def _by_novelty(learner: Learner, ready: Labelled, request: Request) -> tuple[Labelled, dict[str, int]]:
+    """The images of new classes, and how many there are of each known class beside them; of an update, all images."""
+    known = [name for name in ready.class_names if name in learner.classes_]
+    if request.update or not known:
+        return ready, {}
+    new = [name for name in ready.class_names if name not in known]
+    if not new:
+        raise TplError(f"No image of a new class can be read; to add images of {listed(known)}, pass --update.")
+    return ready.only(new), {name: ready.counts[name] for name in known}
+
+
+def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
+    """Warn about new classes that look like a known one, or are called almost the same."""
+    method = learner.method
+    if method.memory is None or not len(method.memory) or not method.encoder.pretrained:
+        return []
+    from contextlib import closing
+
+    from tpl.advice.check import Reference, same_classes
+    from tpl.advice.features import FeatureReader
+    from tpl.advice.files import names_alike
+    from tpl.stream import batches_of
+
+    reader = FeatureReader(method.encoder, method.compute)
+    stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
+    with closing(batches_of(new.images, method.preprocess, 256)) as ready:
+        found = reader.look(ready)
+    alike = same_classes(found, list(new.class_names), Reference(stored, method.memory.labels, learner.classes_))
+    for pair in alike:
+        warn(
+            f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are taken "
+            "for the other. If they are one class, `tpl undo` this and give it the known name."
+        )
+    for group in names_alike(new.class_names, learner.classes_):
+        warn(f"{' and '.join(map(repr, group))} are almost the same name; each is a class of its own.")
+    return alike
+
+
 def _choose(learner: Learner, ready: Labelled, request: Request) -> dict[str, Any]:
     """Set the options that depend on the images: epochs, and the memory of a new model."""
     chosen: dict[str, Any] = {}
@@ -375,6 +419,9 @@ def _print_learned(report: dict[str, Any]) -> None:
             highlight=False,
         )
         _print_accuracy(report)
+    if report["more"]:
+        known = escape(listed(list(report["more"])))
+        out.print(f"Added {sum(report['more'].values())} more images of {known}, known before.", highlight=False)
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
     kept = memory_text(memory)

@@ -130,17 +130,14 @@ class Request:
             )
 
     def check_classes(self, given: Labelled, known: list[str], model: Path) -> None:
-        """Refuse known classes in new data, and unknown classes in an update."""
+        """Refuse data without new classes, and unknown classes in an update."""
         old = [name for name in given.class_names if name in known]
         new = [name for name in given.class_names if name not in known]
         if self.update and new:
             how = f"; to add images of the others only, pass --classes {','.join(old)}" if old else ""
             raise TplError(f"{model} does not know {listed(new)} yet: learn new classes without --update{how}.")
-        if old and not self.update:
-            how = f" To learn the new ones only, pass --classes {','.join(new)}." if new else ""
-            raise TplError(
-                f"{model} knows {listed(old)} already. To add more images of known classes, pass --update.{how}"
-            )
+        if old and not new and not self.update:
+            raise TplError(f"{model} knows {listed(old)} already. To add more images of known classes, pass --update.")
 
 
 def _refuse_other_folder(store: ModelStore) -> None:
@@ -263,6 +260,8 @@ def print_plan(report: dict[str, Any]) -> None:
         table.add_row(escape(name), str(count))
     out.print(table)
     out.print(f"To learn: {report['images']} images; held out to measure on: {report['held_out']}.", highlight=False)
+    if report.get("more"):
+        out.print(f"Known already, to be updated: {escape(listed(list(report['more'])))}.", highlight=False)
     if report["updated"]:
         out.print("An update trains nothing: it takes little longer than predicting the images.")
     else:

@@ -278,8 +278,13 @@ class Method(ABC):
         """Learn from more images of known classes, or stay unchanged if that fails or is interrupted."""
         callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, callback)
-        with self._attempt():
+        with self.attempt():
             self.update_classes(task, samples, held)
+
+    @property
+    def can_update(self) -> bool:
+        """Whether it learns from more images of known classes."""
+        return type(self).update_classes is not Method.update_classes
 
     def remove(self, name: str) -> None:
         """Forget one class; with its last class a task is removed."""
@@ -288,7 +293,7 @@ class Method(ABC):
             raise TplError(f"'{name}' is the only class; a model needs at least one. Delete the model instead.")
         number = self.classes_.index(name)
         left = [tuple(c for c in classes if c != name) for classes in self.task_classes_]
-        with self._attempt():
+        with self.attempt():
             self.task_classes_ = [classes for classes in left if classes]
             self.remove_class(task, own, number)
         self.removed_tasks += len(left) - len(self.task_classes_)
@@ -330,7 +335,7 @@ class Method(ABC):
             raise TplError(f"No training images for {', '.join(empty)}; leave the class out or add images.")
         callback(Event("task", {"task": task.name, "classes": list(task.classes), "images": len(task.train)}))
         samples = self.samples(task, callback)
-        with self._attempt():
+        with self.attempt():
             if self.cumulative:
                 self.task_classes_ = []
             yield samples
@@ -339,7 +344,7 @@ class Method(ABC):
                 self.hold_out(held)
 
     @contextmanager
-    def _attempt(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
         """A context that restores the method on an error."""
         before = self._snapshot()
         try:
@@ -348,11 +353,14 @@ class Method(ABC):
             self._restore(before)
             raise
 
-    def _snapshot(self) -> tuple[State, list[tuple[str, ...]], list[list[bytes]]]:
+    def snapshot(self) -> State:
+        """What `load_state` needs to undo a change: a copy, except of tensors that no change writes to."""
         state = self.state()
-        copy = State(*(_cloned(part) for part in (state.shared, state.tasks)))
+        return State(cloned(state.shared), [cloned(own) for own in state.tasks])
+
+    def _snapshot(self) -> tuple[State, list[tuple[str, ...]], list[list[bytes]]]:
         exemplars = [list(images) for images in self.memory.exemplars] if self.memory is not None else []
-        return copy, self.task_classes_, exemplars
+        return self.snapshot(), self.task_classes_, exemplars
 
     def _restore(self, snapshot: tuple[State, list[tuple[str, ...]], list[list[bytes]]]) -> None:
         state, self.task_classes_, exemplars = snapshot
@@ -400,11 +408,9 @@ def owners(sizes: Sequence[int]) -> Tensor:
     return torch.tensor([t for t, size in enumerate(sizes) for _ in range(size)], dtype=torch.long)
 
 
-def _cloned(part: Any) -> Any:
-    """A copy of nested lists and dicts of tensors."""
-    if isinstance(part, list):
-        return [_cloned(entry) for entry in part]
-    return {name: tensor.clone() for name, tensor in part.items()}
+def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of named tensors."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 METHODS: dict[str, type[Method]] = {}

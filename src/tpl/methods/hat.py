@@ -149,7 +149,7 @@ class HAT(BankMethod):
             name: self._detector(name, len(self.bank.tasks) - 1).fit_features(*outputs, samples.labels)
             for name in self.config.fitted
         })  # fmt: skip
-        self.remember(task)
+        self.remember(task, outputs.features)
         self._use_memory([*self.task_classes_, task.classes])
 
     def _detector(self, name: str, task: int) -> Score:

@@ -42,7 +42,7 @@ def merge(a: Method, b: Method, estimate: bool = False) -> str | None:
     """
     first, second = _check(a, b)
     how = _expert_rule(first, second, estimate) if isinstance(first, TPLPlus) and isinstance(second, TPLPlus) else None
-    with first._attempt():
+    with first.attempt():
         _merge_banks(first, second)
         if isinstance(first, TPLPlus) and isinstance(second, TPLPlus):
             _merge_experts(first, second, how == ADDED)

@@ -75,7 +75,7 @@ class MORE(BankMethod):
         self.heads_.append(head_with_others(self.bank.tasks[newest], self.generator("others", newest)))
         if newest and self.config.back_update_epochs:
             self._update_back(newest, samples)
-        self.remember(task)
+        self.remember(task, outputs.features)
 
     def _update_back(self, newest: int, samples: Samples) -> None:
         """Train every earlier head on the memory and as many images of the new task."""

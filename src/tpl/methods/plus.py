@@ -11,7 +11,7 @@ fitted on images held out of training; without any, a is 1 and w an option.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,14 +330,15 @@ class TPLPlus(TPL):
         if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
             return ForwardPass(self._outputs_beside(common, pixels), common, by=self)
         queried = self.tasks_to_query(self.expert_log_probabilities(common))
-        rows_of = [torch.nonzero(column).squeeze(1) for column in queried.T.cpu()]
-        views = self._view_tasks
-        queries = [Query(t, rows) for t, rows in enumerate(rows_of) if t not in views]
-        computed = dict(zip((q.task for q in queries), self.query(pixels, queries), strict=True))
-        outputs = [
-            self._from_common(common[rows.to(common.device)], t) if t in views else computed[t]
-            for t, rows in enumerate(rows_of)
-        ]
+        views, none = self._view_tasks, common.new_zeros(0, self.encoder.dim)
+        outputs = [Outputs(none, none.new_zeros(0, model.own)) for model in self.bank.tasks]
+        queries = [Query(t, rows) for t, rows in _rows_of_tasks(queried.cpu())]
+        for task, rows in queries:
+            if task in views:
+                outputs[task] = self._from_common(common[rows.to(common.device)], task)
+        queries = [query for query in queries if query.task not in views]
+        for (task, _), found in zip(queries, self.query(pixels, queries) if queries else [], strict=True):
+            outputs[task] = found
         return ForwardPass(outputs, common, queried, by=self)
 
     def decide(
@@ -348,21 +349,24 @@ class TPLPlus(TPL):
         assert joined.common is not None
         expert = self.expert_log_probabilities(joined.common)
         queried = self.tasks_to_query(expert) if joined.queried is None else joined.queried
-        scores = _dense(joined, self._scores_of(joined)) if scores is None else scores
+        scores = self._dense_scores(joined) if scores is None else scores
         log_p = self._fused(joined, queried, scores, expert)
         unknown = None
         if UNKNOWN in want:
-            known = _dense(joined, [self.in_distribution_score(t, each) for t, each in enumerate(joined.outputs)])
+            known = _dense(joined, self.in_distribution_score)
             known = known.masked_fill(~queried, -torch.inf) if self._knows_queried_tasks else known
             unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
         return Answers(log_p, scores, unknown, queried.sum(dim=1))
 
-    def _scores_of(self, run: ForwardPass) -> list[Tensor]:
-        """Every task's scores of the images it was queried with."""
+    def _dense_scores(self, run: ForwardPass) -> Tensor:
+        """Every task's scores, `[n, tasks]`; -inf where it was not queried."""
         contrast = self.contrast(run.common)
-        if run.queried is None or contrast is None:
-            return [self.score_of(t, each, contrast) for t, each in enumerate(run.outputs)]
-        return [self.score_of(t, each, contrast[run.queried[:, t]]) for t, each in enumerate(run.outputs)]
+
+        def score(task: int, outputs: Outputs) -> Tensor:
+            own = contrast if contrast is None or run.queried is None else contrast[run.queried[:, task]]
+            return self.score_of(task, outputs, own)
+
+        return _dense(run, score)
 
     def _fused(self, run: ForwardPass, queried: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
         """log P(class | image) of bank and expert; classes of tasks that were not queried cannot win."""
@@ -376,9 +380,11 @@ class TPLPlus(TPL):
         if run.queried is None:
             within = within_tasks(run.outputs)
         else:
-            within = torch.zeros_like(expert)
+            within, first = torch.zeros_like(expert), 0
             for t, each in enumerate(run.outputs):
-                within[queried[:, t].unsqueeze(1) & (owner == t)] = within_tasks([each]).flatten()
+                if len(each.logits):
+                    within[queried[:, t], first : first + each.logits.shape[1]] = within_tasks([each])
+                first += each.logits.shape[1]
         bank = a * (within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner])
         return (bank.masked_fill(~queried[:, owner], NEVER) + w * expert).log_softmax(dim=1)
 
@@ -452,7 +458,14 @@ class TPLPlus(TPL):
 
     def shared_state(self) -> dict[str, Tensor]:
         """Also the expert's sums, the likelihoods behind the exponents, and the views: their tasks, or their models."""
-        expert = {} if self.expert is None else self.expert.state()
+        return super().shared_state() | self._expert_state(whole=False)
+
+    def shared_snapshot(self) -> dict[str, Tensor]:
+        """The same with the Gram matrix as it is: to pack it takes its size once more."""
+        return super().shared_state() | self._expert_state(whole=True)
+
+    def _expert_state(self, whole: bool) -> dict[str, Tensor]:
+        expert = {} if self.expert is None else self.expert.state(whole)
         if self.balance_.images:
             expert |= {BALANCE + k: v for k, v in self.balance_.state().items()}
         tasks = [self.bank.tasks.index(view) if view in self.bank.tasks else REMOVED for view in self.views_]
@@ -461,7 +474,7 @@ class TPLPlus(TPL):
         for place, (view, task) in enumerate(zip(self.views_, tasks, strict=True)):
             if task == REMOVED:
                 expert |= {f"{VIEW}{place}.{k}": v.detach() for k, v in view.state_dict().items()}
-        return super().shared_state() | {EXPERT + k: v for k, v in expert.items()}
+        return {EXPERT + k: v for k, v in expert.items()}
 
     def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
         """Restore scores, calibration and expert."""
@@ -489,11 +502,19 @@ def _removed_model(state: dict[str, Tensor]) -> TaskModel:
     return TaskModel(1, **state).requires_grad_(False)
 
 
-def _dense(run: ForwardPass, columns: Sequence[Tensor]) -> Tensor:
+def _dense(run: ForwardPass, value: Callable[[int, Outputs], Tensor]) -> Tensor:
     """A value of every task for every image, `[n, tasks]`; -inf where the task was not queried."""
     if run.queried is None:
-        return torch.stack(list(columns), dim=1)
+        return torch.stack([value(t, each) for t, each in enumerate(run.outputs)], dim=1)
     dense = torch.full_like(run.queried, -torch.inf, dtype=torch.float64)
-    for t, column in enumerate(columns):
-        dense[run.queried[:, t], t] = column
+    for t, each in enumerate(run.outputs):
+        if len(each.features):
+            dense[run.queried[:, t], t] = value(t, each)
     return dense
+
+
+def _rows_of_tasks(queried: Tensor) -> list[tuple[int, Tensor]]:
+    """Every task that is queried at all, with the rows of its images, ascending; `queried` is `[n, tasks]`."""
+    tasks, rows = queried.T.nonzero(as_tuple=True)
+    counts = torch.bincount(tasks, minlength=queried.shape[1])
+    return [(t, own) for t, own in enumerate(rows.split(counts.tolist())) if len(own)]

@@ -74,7 +74,7 @@ class ROW(BankMethod):
         self.task_heads_.append(head)
         if newest and self.config.task_head_epochs:
             self._train_task_heads(newest, outputs.features, samples)
-        self.remember(task)
+        self.remember(task, outputs.features)
 
     def _tuned(self, head: Heads, features: Tensor, labels: Tensor) -> Heads:
         """WP: the head trained further on the task's own images alone."""

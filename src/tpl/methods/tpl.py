@@ -153,7 +153,7 @@ class TPL(BankMethod):
         """Fit the task's score, store some of its images, then update kNN banks and calibration."""
         z, logits = self.outputs_of_newest(samples)
         self.scores_.append(LikelihoodRatio(self.config).fit_features(z, logits, samples.labels))
-        self.remember(task)
+        self.remember(task, z)
         task_classes = [*self.task_classes_, task.classes]
         if self.statistics is not None:
             self._keep_statistics(self.statistics, samples, Outputs(z, logits), task_classes)
@@ -209,8 +209,9 @@ class TPL(BankMethod):
 
     def task_log_probabilities(self, scores: Tensor) -> Tensor:
         """log P(task | image) from task scores `[n, tasks]`; a task with score -inf has probability 0."""
-        if self.calibration_ is not None:
-            scores = scores * self.calibration_[0] + self.calibration_[1]
+        if self.calibration_ is not None:  # a fitted scale may be 0 or negative: -inf stays what it is
+            left_out = scores == -torch.inf
+            scores = (scores * self.calibration_[0] + self.calibration_[1]).masked_fill(left_out, -torch.inf)
         answer: Tensor = (scores / self.config.gamma).log_softmax(dim=1)  # Eq. 11
         return answer
 

@@ -272,12 +272,12 @@ class NearestNeighbours(Score):
         k = min(self.k, len(self.bank_))
         parts = []
         for start, block in zip(count(0, BLOCK), in_blocks(z, BLOCK), strict=False):
-            squared = (2 - 2 * block @ self.bank_.T).clamp_min(0)
+            cosines = block @ self.bank_.T
             if skip is not None:
                 rows = torch.nonzero(skip[start : start + BLOCK] >= 0).squeeze(1)
                 # With a bank of one, the sample itself is all there is.
-                squared[rows, skip[start + rows]] = torch.inf if len(self.bank_) > 1 else 0.0
-            nearest = squared.topk(k, dim=1, largest=False).values
+                cosines[rows, skip[start + rows]] = -torch.inf if len(self.bank_) > 1 else 1.0
+            nearest = (2 - 2 * cosines.topk(k, dim=1).values).clamp_min(0)  # distances of the k nearest alone
             parts.append(torch.where(nearest.isfinite(), nearest, 0).amax(dim=1))
         squared = torch.cat(parts)
         return squared if self.distance == "squared" else squared.sqrt()

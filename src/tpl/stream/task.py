@@ -20,12 +20,16 @@ _ORDER_FORMS = '"natural", "random:SEED" or "FILE.json:ID"'
 
 @dataclass(frozen=True)
 class Task:
-    """A few classes that arrive together. Labels of both sets index `classes`."""
+    """A few classes that arrive together. Labels of both sets index `classes`.
+
+    `more` are further images of classes of earlier tasks that arrive with it, in a blurry stream.
+    """
 
     name: str
     classes: tuple[str, ...]
     train: ImageSet
     test: ImageSet | None = None
+    more: Task | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
@@ -73,10 +77,13 @@ class Stream:
         tasks = self._tasks[: upto + 1]
         offsets = np.cumsum([0] + [len(task.classes) for task in tasks]).tolist()
         tests = [(task.test, offset) for task, offset in zip(tasks, offsets, strict=False) if task.test is not None]
+        more = [task.more for task in tasks if task.more is not None]
+        numbers = [np.array([self.classes.index(c) for c in part.classes])[part.train.labels] for part in more]
+        late = [relabelled(p.train, np.arange(len(n)), n) for p, n in zip(more, numbers, strict=True)]
         return Task(
             name=tasks[0].name if upto == 0 else f"{tasks[0].name} to {tasks[-1].name}",
             classes=self.classes[: offsets[-1]],
-            train=concatenate([task.train for task in tasks], offsets[:-1]),
+            train=concatenate([*(task.train for task in tasks), *late], [*offsets[:-1], *(0 for _ in late)]),
             test=concatenate([test for test, _ in tests], [offset for _, offset in tests]) if tests else None,
         )
 
@@ -96,6 +103,23 @@ class Stream:
             tasks.append(replace(task, train=train, test=held if len(held) else None))
         return Stream(tasks)
 
+    def blurred(self, share: float, seed: int) -> Stream:
+        """A stream without sharp borders: a share of each class's training images arrives in other tasks.
+
+        The task of each such image is drawn evenly from all others. Images that come before their class's own task wait
+        for it, so they are part of it here; those that come after it are `more` of the task they come with. Which
+        images these are depends on the seed, the class's name and its own images only.
+        """
+        tasks, late = [], []
+        for number, task in enumerate(self._tasks):
+            kept, moved = hold_out(task, share, [seed, len(self)], smallest=2)
+            rng = np.random.default_rng([seed, len(self), number])
+            drawn = (number + 1 + rng.integers(0, max(len(self) - 1, 1), len(moved))) % len(self)
+            early, numbers = np.flatnonzero(drawn <= number), [0, 0]
+            tasks.append(replace(task, train=concatenate([kept, moved.select(early)], numbers)))
+            late += [(int(when), task.classes, moved.select(drawn == when)) for when in np.unique(drawn[drawn > number])]
+        return Stream([replace(task, more=_joined(late, number)) for number, task in enumerate(tasks)])
+
     def once(self) -> Iterator[Task]:
         """The tasks one by one; taking the next closes the training set of the one before for good.
 
@@ -104,9 +128,20 @@ class Stream:
         """
         for task in self._tasks:
             access = TrainingAccess(task.name)
-            yield replace(task, train=GuardedImages(task.train, [access]))
+            more = task.more and replace(task.more, train=GuardedImages(task.more.train, [access]))
+            yield replace(task, train=GuardedImages(task.train, [access]), more=more)
             # Not in a `finally`: dropping the iterator must not close the current task.
             access.closed = True
+
+
+def _joined(late: Sequence[tuple[int, tuple[str, ...], ImageSet]], number: int) -> Task | None:
+    """The images that arrive late with task `number`, of all earlier tasks; None if there are none."""
+    parts = [(classes, images) for when, classes, images in late if when == number]
+    if not parts:
+        return None
+    offsets = np.cumsum([0] + [len(classes) for classes, _ in parts]).tolist()
+    names = tuple(name for classes, _ in parts for name in classes)
+    return Task(f"more with task {number + 1}", names, concatenate([images for _, images in parts], offsets[:-1]))
 
 
 def split(

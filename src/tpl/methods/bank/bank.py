@@ -360,12 +360,14 @@ def _united(used: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 class ModelVersion:
-    """Detects, by comparison, whether a task's model or the shared weights were replaced or written to."""
+    """Detects, by comparison, whether some tasks' models or the shared weights were replaced or written to."""
 
-    def __init__(self, bank: Bank, task: int) -> None:
-        model = bank.tasks[task]
+    def __init__(self, bank: Bank, tasks: Sequence[int]) -> None:
+        models = [bank.tasks[task] for task in tasks]
+        shared = {model.adapter_set: bank.adapters_of(model).weights for model in models}
         # Kept alive, so that no other tensor gets their address.
-        self.tensors = model.embedding, model.norms, *bank.adapters_of(model).weights
+        self.tensors = [part for model in models for part in (model.embedding, model.norms)]
+        self.tensors += [part for weights in shared.values() for part in weights]
         self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
 
     def __eq__(self, other: object) -> bool:
@@ -458,7 +460,7 @@ class CPUInference(SharedInference):
         return self._trunk(tokens[rows], [Part(self._task(part.task), len(part.rows)) for part in parts])
 
     def _task(self, task: int) -> TransposedTask:
-        version = ModelVersion(self.bank, task)
+        version = ModelVersion(self.bank, [task])
         found = self._tasks.get(task)
         if found is None or found[0] != version:
             transposed = TransposedTask.of(self.bank.tasks[task].norms, self.bank.weights(task))
@@ -472,7 +474,7 @@ class RowInference(SharedInference):
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
         self._features = CapturedFunction(self._forward, bank.compute)
-        self._stacked: tuple[list[ModelVersion], Tensor, Tensor] | None = None
+        self._stacked: tuple[ModelVersion, Tensor, Tensor] | None = None
 
     def _forward(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Norms with an axis of rows are followed by masks and shared weights, others by a task's own weights."""
@@ -510,11 +512,11 @@ class RowInference(SharedInference):
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
         """Norms and masks of all tasks, `[tasks, ...]`."""
-        versions = [ModelVersion(self.bank, t) for t in range(len(self.bank.tasks))]
-        if self._stacked is None or self._stacked[0] != versions:
+        version = ModelVersion(self.bank, range(len(self.bank.tasks)))
+        if self._stacked is None or self._stacked[0] != version:
             masks = [self.bank.unit_mask(t) for t in range(len(self.bank.tasks))]
             norms = torch.stack([model.norms for model in self.bank.tasks])
-            self._stacked = versions, norms, torch.stack([mask for mask in masks if mask is not None])
+            self._stacked = version, norms, torch.stack([mask for mask in masks if mask is not None])
         return self._stacked[1:]
 
 

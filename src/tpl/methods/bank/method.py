@@ -25,11 +25,11 @@ from torch import Tensor
 from tpl.config import option
 from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
-from tpl.memory import POLICIES, Memory
+from tpl.memory import FEATURE_POLICIES, POLICIES, Memory
 from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.training import TrainingJob, run_jobs, same_samples, to_all
-from tpl.methods.base import UNKNOWN, Answers, Method, task_of_class
+from tpl.methods.base import UNKNOWN, Answers, Method, cloned, task_of_class
 from tpl.nets import Encoder
 from tpl.scores.calibration import smallest_share, unknown_scores
 from tpl.store import State, under_prefix
@@ -45,7 +45,13 @@ class MemoryConfig(ProtectConfig, Recipe):
     """Options of training, network and replay memory."""
 
     memory: int = option(2000, "images kept for replay, all classes together", minimum=0, group="memory")
-    memory_policy: str = option("random", "which images of a class are kept", tuple(POLICIES), group="memory")
+    memory_policy: str = option(
+        "random",
+        "which images of a class are kept: random (paper), the first (public code), or by features under the task's "
+        "model: herding, k-centres, nearest to the border, or of the largest leverage",
+        (*POLICIES, *FEATURE_POLICIES),
+        group="memory",
+    )
     rotation_classes: bool = option(
         False,
         "also train on new images rotated by 90, 180 or 270 degrees, as classes that are never predicted",
@@ -307,12 +313,15 @@ class BankMethod(Method):
             raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         return outputs
 
-    def remember(self, task: Task) -> None:
-        """Store some images of a task that was just trained, and compute every task's outputs on the memory."""
+    def remember(self, task: Task, features: Tensor) -> None:
+        """Store some images of a task that was just trained, and compute every task's outputs on the memory.
+
+        `features` are those of its training images, for a memory that chooses by them.
+        """
         empty = torch.zeros(0, self.encoder.dim, device=self.compute.device)
         self.held_.append(HeldOut(empty, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
         self._held_scores = None
-        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device)
+        kept = self.memory.add(task.train, len(task.classes), self.preprocess, self.compute.device, features)
         self._update_memory_outputs(kept)
 
     def memory_tasks(self, task_classes: list[tuple[str, ...]]) -> Tensor:
@@ -380,7 +389,21 @@ class BankMethod(Method):
 
     def state(self) -> State:
         """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
-        shared = {ADAPTERS + k: v.detach() for k, v in self.bank.adapters.state_dict().items()}
+        return self._state({k: v.detach() for k, v in self.bank.adapters.state_dict().items()}, self.shared_state())
+
+    def snapshot(self) -> State:
+        """The state with a copy of the adapters: training writes to them, all other tensors are only replaced.
+
+        So the cost of an attempt does not grow with the number of tasks.
+        """
+        return self._state(cloned(self.bank.adapters.state_dict()), self.shared_snapshot())
+
+    def shared_snapshot(self) -> dict[str, Tensor]:
+        """`shared_state` for `snapshot`: in whatever form is there already."""
+        return self.shared_state()
+
+    def _state(self, adapters: dict[str, Tensor], more: dict[str, Tensor]) -> State:
+        shared = {ADAPTERS + k: v for k, v in adapters.items()}
         for t, outputs in enumerate(self.memory_outputs_):
             shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
@@ -393,7 +416,7 @@ class BankMethod(Method):
             if model.adapter_set:
                 own[ADAPTER_SET] = torch.tensor(model.adapter_set)
             tasks.append(own | {f"held.{k}": v for k, v in held.tensors().items()})
-        return State(shared | self.shared_state(), tasks)
+        return State(shared | more, tasks)
 
     def load_state(self, state: State) -> None:
         """Restore the bank and the memory's outputs, then the method's own state, without running the encoder."""

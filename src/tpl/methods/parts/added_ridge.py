@@ -38,7 +38,7 @@ def add_samples(a: RandomRidge, z: Tensor, y: Tensor, counts: Tensor) -> None:
     for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
         h = a.hidden(part)
         weighted = h * weights[labels].unsqueeze(1)
-        a.gram += weighted.T @ h
+        a.gram = a.gram + weighted.T @ h
         sums += weighted.T @ F.one_hot(labels, len(counts)).double()
     mirror(a.gram)
     a.sums, a.counts = torch.cat([a.sums, sums], dim=1), torch.cat([a.counts, counts.to(a.counts)])

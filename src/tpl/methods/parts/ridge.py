@@ -154,12 +154,13 @@ class RandomRidge:
         missing = int(y.max()) + 1 - self.classes if len(y) else 0
         if missing > 0:
             self.sums, self.counts = (F.pad(part, (0, missing)) for part in (self.sums, self.counts))
-        self.counts += y.bincount(minlength=self.classes)
+        self.counts = self.counts + y.bincount(minlength=self.classes)
+        gram, sums = self.gram, self.sums  # replaced, not written to: the classifier before may still be needed
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             h = self.hidden(part)
-            self.gram += h.T @ h
-            self.sums += h.T @ F.one_hot(labels, self.classes).double()
-        mirror(self.gram)
+            gram = torch.addmm(gram, h.T, h) if gram is self.gram else gram.addmm_(h.T, h)
+            sums = torch.addmm(sums, h.T, F.one_hot(labels, self.classes).double())
+        self.gram, self.sums = mirror(gram), sums
 
     def add_view(self, z: Tensor, stored: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Add a view; its sums over old samples are estimated.
@@ -292,10 +293,10 @@ class RandomRidge:
         self.sums, self.counts = self.sums[:, kept], self.counts[kept]
         self._solve()
 
-    def state(self) -> dict[str, Tensor]:
-        """All tensors, the Gram matrix as one triangle; with the classifier, since solving for it takes long."""
+    def state(self, whole: bool = False) -> dict[str, Tensor]:
+        """All tensors, with the classifier, since solving for it takes long; of the Gram matrix a triangle, or all."""
         chosen = [self.strength, self.temperature]
-        sums = {"gram": packed(self.gram), "sums": self.sums, "counts": self.counts}
+        sums = {"gram": self.gram if whole else packed(self.gram), "sums": self.sums, "counts": self.counts}
         drawn = {f"projection.{i}": each for i, each in enumerate(self.projections[1:], start=1)}
         return (
             drawn
@@ -312,7 +313,7 @@ class RandomRidge:
         """The classifier that `state` came from."""
         later = [f"projection.{i}" for i in range(1, len(state)) if f"projection.{i}" in state]
         ridge = cls([state["projection"], *(state[name] for name in later)], config)
-        ridge.gram = unpacked(state["gram"], len(ridge.gram))
+        ridge.gram = state["gram"] if state["gram"].dim() == 2 else unpacked(state["gram"], len(ridge.gram))
         ridge.sums, ridge.weights = state["sums"], state["weights"]
         ridge.counts = state.get("counts", torch.ones_like(ridge.sums[0]))  # early versions did not count
         ridge.strength, ridge.temperature = state["chosen"].tolist()[:2]  # some versions kept more
