@@ -319,6 +319,10 @@ class TPLPlus(TPL):
         With KEEP every task is queried with every image, since the expert may select other tasks at a later stage. So
         it is for unknown scores of a model from an early version, which did not store `held_common`.
         """
+        with self.bank.sharing(pixels):
+            return self._forward(pixels, want, before)
+
+    def _forward(self, pixels: Tensor, want: Collection[str], before: ForwardPass | None) -> ForwardPass:
         known = self._reusable(before)
         if known:  # the newest tasks' outputs are missing, and with them perhaps a view
             assert before is not None

@@ -271,13 +271,21 @@ class TransposedTask(NamedTuple):
 
     norms: Tensor
     affines: list[tuple[Tensor, Tensor]]
-    adapters: list[TransposedAdapter]
+    adapters: Sequence[TransposedAdapter | None]
 
     @classmethod
     def of(cls, norms: Tensor, weights: Iterable[Tensor]) -> TransposedTask:
         """A task by its norms and the adapters' weights under its mask."""
-        affines = list(zip(*norms.unbind(1), strict=True))
-        return cls(norms, affines, [TransposedAdapter.of(layer) for layer in AdapterStack(*weights).layers()])
+        return cls(norms, _affines(norms), [TransposedAdapter.of(layer) for layer in AdapterStack(*weights).layers()])
+
+    @classmethod
+    def plain(cls, norms: Tensor) -> TransposedTask:
+        """Norms without adapters: the network as it was pre-trained."""
+        return cls(norms, _affines(norms), [None] * len(norms))
+
+
+def _affines(norms: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*norms.unbind(1), strict=True))
 
 
 class Part(NamedTuple):
@@ -323,7 +331,7 @@ class TransposedLayout(NamedTuple):
     """
 
     block: TransposedBlock
-    number: int  # of the block
+    number: int  # of the block, among those that the tasks have weights for
     parts: Sequence[Part]
     images: int
     first_only: bool
@@ -359,7 +367,8 @@ class TransposedLayout(NamedTuple):
         x = x[:: len(x) // len(y)]
         x += y
         for stream, rows, part in zip(self._split(x), self._split(y), self.parts, strict=True):
-            stream += part.task.adapters[2 * self.number + branch](rows)
+            if (adapter := part.task.adapters[2 * self.number + branch]) is not None:
+                stream += adapter(rows)
         return x
 
     def _split(self, x: Tensor) -> Sequence[Tensor]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -208,6 +209,11 @@ class BankMethod(Method):
         """Features of images under one task's model."""
         return self.bank.outputs(pixels, task).features
 
+    @cached_property
+    def encoder_features(self) -> Callable[[Tensor], Tensor]:
+        """The frozen encoder's own features; blocks below the adapted ones are computed with those of queries."""
+        return self.bank.encoder_features if self.bank.below else super().encoder_features
+
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """Features and logits of some tasks, each for the images it is queried with."""
         return self.bank.query(pixels, queries)
@@ -224,7 +230,8 @@ class BankMethod(Method):
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: ForwardPass | None = None) -> ForwardPass:
         """Every task's features and logits, and the method's `common_features`."""
-        return ForwardPass(self.outputs(pixels, self._reusable(before)), self._common(pixels, before), by=self)
+        with self.bank.sharing(pixels):
+            return ForwardPass(self.outputs(pixels, self._reusable(before)), self._common(pixels, before), by=self)
 
     def _common(self, pixels: Tensor, before: ForwardPass | None) -> Tensor | None:
         """The `common_features`, reused from an earlier pass of this method."""
