@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from tpl.files import cache_folder
 
 PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
-SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
+SHARE_FOR_IMAGES = 0.4  # of the free memory of a GPU, or of the computer
 GRAPH_DEVICES = {"cuda"}  # types of devices that have CUDA graphs
 BLOCK = 256  # images of one pass
+MEMORY_INFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
 
 
@@ -51,7 +53,7 @@ class Compute:
     def room_for(self, size: int) -> bool:
         """Whether this many bytes of images fit on the device, beside networks and activations."""
         if self.device.type != "cuda":
-            return True
+            return host_has_room_for(size)
         free, _ = torch.cuda.mem_get_info(self.device)
         return size < SHARE_FOR_IMAGES * free
 
@@ -63,6 +65,23 @@ class Compute:
     def peak_memory(self) -> int | None:
         """Peak bytes of tensors on a GPU since the last reset, all runs of this process together."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+
+def host_has_room_for(size: int) -> bool:
+    """Whether this many bytes of images fit into the computer's memory, beside all else."""
+    return size < SHARE_FOR_IMAGES * free_host_memory()
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this process may still use: of the computer, or of its control group where that has less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 2**32
+    if MEMORY_INFO.exists():
+        fields = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
+        free = 1024 * int(fields["MemAvailable"].split()[0])
+    if CONTROL_GROUP.joinpath("memory.max").exists():
+        limit, used = (CONTROL_GROUP.joinpath(f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        free = free if limit == "max" else min(free, int(limit) - int(used))
+    return free
 
 
 def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:

@@ -350,13 +350,16 @@ def train(
     recipe: Recipe,
     normalise: Callable[[Tensor], Tensor],
     callbacks: Sequence[Callback],
+    started: float | None = None,
 ) -> None:
     """Train all networks by the recipe; there is one callback for each network.
+
+    `started` is when the clock showed the beginning of what was prepared for it, to be counted as training.
 
     The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
     run, they share every batch (see `distributed`).
     """
-    started, epochs, processes = time.perf_counter(), recipe.epochs, current()
+    started, epochs, processes = started or time.perf_counter(), recipe.epochs, current()
     on_graphs = uses_cuda_graphs(networks[0].new.labels.device)
     feed = Feed(networks, full=on_graphs)
     plain: Step = Step(objective, optimiser, feed, normalise)

@@ -95,7 +95,7 @@ class ViTEncoder(Encoder):
         return Adapters(2 * (self.depth - below), self.dim, latent, generator)
 
     def new_norms(self, below: int = 0) -> Tensor:
-        """A copy of the pre-trained layer norms `[norms, 2, dim]` (scale, shift) but those of the first `below` blocks."""
+        """A copy of the pre-trained norms of all blocks but the first `below`, `[norms, 2, dim]` (scale, shift)."""
         layers = self.norm_layers()[2 * below :]
         return torch.stack([torch.stack([n.weight, n.bias]) for n in layers]).detach().clone()
 
