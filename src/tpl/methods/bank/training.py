@@ -139,7 +139,7 @@ def _train_together(jobs: list[TrainingJob]) -> None:
         for job, technique in zip(on_tokens or jobs, objective.techniques, strict=True)
     ]
     callbacks = [job.callback for job in jobs]
-    normalise = jobs[0].bank.normalise if on_tokens is None else _unchanged
+    normalise = jobs[0].bank.normalise if on_tokens is None else unchanged
     train(objective, optimiser, networks, recipe, normalise, callbacks, started)
     objective.hand_back()
     for job, model, technique, batches in zip(jobs, models, objective.techniques, networks, strict=True):
@@ -200,7 +200,8 @@ def _tokens_of(bank: Bank, samples: Samples, flipped: bool, place: torch.device)
     return samples if found is None else Samples(found, samples.labels, flipped)
 
 
-def _unchanged(tokens: Tensor) -> Tensor:
+def unchanged(tokens: Tensor) -> Tensor:
+    """The tokens as they are: the normalisation of images is behind them."""
     return tokens
 
 
