@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,6 +128,39 @@ def keep_compiled_code() -> None:
 def _has_compiler() -> bool:
     """Whether torch.compile can make kernels here: they are written in Triton and started by compiled C."""
     return find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+# Denormal numbers
+
+
+def without_denormals(work: Callable[[threading.Event], None]) -> None:
+    """Run `work` on a thread of its own, whose arithmetic rounds denormal numbers (below 1e-38) to zero.
+
+    A CPU computes with denormal numbers many times slower, and masks that are nearly closed make them by the thousand.
+    The setting holds for a thread and for the threads it starts, so it is undone with the thread. An interrupt sets the
+    event that `work` is given; it should then end.
+    """
+    interrupted, failures = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        torch.set_flush_denormal(True)
+        try:
+            work(interrupted)
+        except BaseException as error:  # an interrupt, too: it is raised where it is expected
+            failures.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="train")
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)  # an interrupt may have reached another thread: then it is noticed here, between two waits
+    except BaseException:
+        interrupted.set()
+        if thread.is_alive():
+            thread.join()
+        raise
+    if failures:
+        raise failures[0]
 
 
 # CUDA graphs
