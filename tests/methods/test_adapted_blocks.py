@@ -181,6 +181,18 @@ def test_an_answer_of_a_method_runs_the_blocks_below_once(
     assert [len(block) for block in computed] == [len(pixels)]
 
 
+def test_a_task_is_learned_with_the_blocks_below_run_once_for_its_images(
+    small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training, statistics and the expert use the same tokens; the memory's images and held-out ones have theirs."""
+    learner, method = tpl_learner("tpl-plus", random_features=64, memory=10, expert_views="first")
+    with calls_of(CPUInference, "tokens", monkeypatch) as computed:
+        learner.learn(small_stream[0], held_out=0)
+    trained_on = len(small_stream[0].train)
+    assert [len(images) for images in computed].count(trained_on) == 1
+    assert not method.bank._shared._shared  # nothing is kept behind it
+
+
 # Training on tokens
 
 

@@ -220,10 +220,11 @@ class TPLPlus(TPL):
 
     def hold_out(self, held: Samples) -> None:
         """Also fit the exponents of bank and expert."""
-        super().hold_out(held)
-        self._fit_exponents(
-            held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
-        )
+        with self.bank.sharing(held.pixels):
+            super().hold_out(held)
+            self._fit_exponents(
+                held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
+            )
 
     def _fit_exponents(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
         """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes."""

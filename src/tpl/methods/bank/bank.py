@@ -286,6 +286,10 @@ class Bank:
         """What all tasks share of images: the input of the first adapted block, `[n, tokens, dim]`."""
         return self._shared.tokens(pixels)
 
+    def block_of_tokens(self, pixels: Tensor, start: int) -> Tensor:
+        """The `tokens` of the `BLOCK` images from `start` on; within `sharing`, queries use the same."""
+        return self._shared.block(pixels, start)
+
     @property
     def _shared(self) -> SharedInference:
         """The inference of a transformer, which alone has blocks below the adapted ones."""
@@ -467,7 +471,7 @@ class SharedInference(BankInference):
         finally:
             self._shared = before
 
-    def _block(self, pixels: Tensor, start: int) -> Tensor:
+    def block(self, pixels: Tensor, start: int) -> Tensor:
         """Tokens of the block of images that begins at `start`."""
         shared = self._shared
         if shared is None or shared.pixels is not pixels:
@@ -475,7 +479,8 @@ class SharedInference(BankInference):
         if (known := shared.blocks.get(start)) is not None:
             return known
         tokens = self.tokens(pixels[start : start + BLOCK])
-        shared.keep(start, tokens)
+        if self.bank.compute.room_for(tokens.nbytes):
+            shared.keep(start, tokens)
         return tokens
 
     @torch.no_grad()
@@ -483,7 +488,7 @@ class SharedInference(BankInference):
         """The encoder's own features, block after block of images."""
         empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
         starts = range(0, len(pixels), BLOCK)
-        return torch.cat([empty, *(self.run_plain(self._block(pixels, start)) for start in starts)])
+        return torch.cat([empty, *(self.run_plain(self.block(pixels, start)) for start in starts)])
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
@@ -494,7 +499,7 @@ class SharedInference(BankInference):
             parts = list(_query_parts(queries, start, min(BLOCK, len(pixels) - start)))
             if not parts:
                 continue
-            tokens = self._block(pixels, start)
+            tokens = self.block(pixels, start)
             for together in self.batches(parts, tokens.shape[1]):
                 features = self.run(tokens, together)
                 for part, rows in zip(together, features.split([len(p.rows) for p in together]), strict=True):

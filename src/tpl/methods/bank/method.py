@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -171,6 +171,12 @@ class BankMethod(Method):
 
     # Learning
 
+    @contextmanager
+    def learning(self, task: Task, callback: Callback, held: Samples | None = None) -> Iterator[Samples]:
+        """The context of `Method`; training, and all that is computed on the same images then, share their tokens."""
+        with super().learning(task, callback, held) as samples, self.bank.sharing(samples.pixels):
+            yield samples
+
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train the task's model, then call `conclude`."""
         run_jobs([self.training_job(task, samples, callback)])
@@ -272,7 +278,8 @@ class BankMethod(Method):
 
     def hold_out(self, held: Samples) -> None:
         """Keep the features of the newest task's held-out images."""
-        self._extend_held_out(len(self.bank.tasks) - 1, held)
+        with self.bank.sharing(held.pixels):
+            self._extend_held_out(len(self.bank.tasks) - 1, held)
 
     def _extend_held_out(self, task: int, held: Samples) -> None:
         features, before = self.bank.outputs(held.pixels, task).features, self.held_[task]

@@ -190,8 +190,11 @@ def _tokens_of(bank: Bank, samples: Samples, flipped: bool, place: torch.device)
     found: Tensor | None = None
     row = 0
     for side in (False, True)[: 1 + flipped]:
-        for images in samples.pixels.split(BLOCK):
-            tokens = bank.tokens(images.flip(-1) if side else images)
+        for start in range(0, len(samples), BLOCK):
+            if side:
+                tokens = bank.tokens(samples.pixels[start : start + BLOCK].flip(-1))
+            else:
+                tokens = bank.block_of_tokens(samples.pixels, start)
             if found is None:
                 shape = (1 + flipped) * len(samples), *tokens.shape[1:]
                 found = torch.empty(shape, dtype=tokens.dtype, device=place)
