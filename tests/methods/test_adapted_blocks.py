@@ -23,7 +23,7 @@ from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.bank.training import TrainingJob, run_jobs, with_tokens
 from tpl.methods.tpl import TPL
 from tpl.migrate import current_options
-from tpl.nets import ViTEncoder, create_encoder
+from tpl.nets import ViTEncoder, as_vit, create_encoder
 from tpl.stream import Stream
 
 OPTIONS: dict[str, Any] = {"encoder": SMALL_VIT, "latent": 16, "epochs": 4, "batch_size": 16, "lr": 0.05, "memory": 24}
@@ -217,6 +217,24 @@ def trained(count: int, device: str = "cpu", precision: str = "fp32", **options:
         for bank in banks
         for tensor in (*bank.adapters.weights, *(p for p in bank.tasks[-1].parameters()))
     ]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"init_values": 0.3, "qkv_bias": False}, {"global_pool": "avg"}, {"qk_norm": True}]
+)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_class_token_alone_has_the_same_features_and_gradients(changes: dict[str, Any], blocks: int) -> None:
+    bank = new_bank(small_vit(**changes), adapted_blocks=blocks)
+    encoder = as_vit(bank.encoder)
+    tokens = encoder.tokens(bank.normalise(some_pixels(5)), torch.float32, bank.below)
+    found = []
+    for run in (encoder.from_tokens, encoder.class_token_from):
+        norms = bank.tasks[0].norms.clone().requires_grad_()
+        weights = [w.detach().clone().requires_grad_() for w in bank.weights(0)]
+        features = run(tokens, norms, weights)
+        features.square().sum().backward()
+        found.append([features.detach(), *(parameter.grad for parameter in (norms, *weights))])
+    assert_close(*found, precision=1e-4)
 
 
 def no_room(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ are four stacked tensors: one optimiser step, one gate and one file entry for al
 one that holds for a whole batch can be multiplied into the weights (`fold`): thousands of numbers instead of the
 millions of activations.
 
-`TimmLayout` runs timm's own modules and is differentiable. `TransposedLayout` only predicts, on a CPU: multiplying by a
+`TimmLayout` runs timm's own modules and is differentiable; so is `FirstTokenLayout`, for the last block of a network
+that reads the class token alone. `TransposedLayout` only predicts, on a CPU: multiplying by a
 matrix stored as `[in, out]` is up to five times faster there than by one stored as `[out, in]`, as torch does it; the
 fewer rows, the greater the difference.
 """
@@ -217,6 +218,25 @@ class TimmLayout(NamedTuple):
         """The residual sum; a block without adapters adds the branch as it is."""
         adapter = self.own.adapters[branch]
         return x + (y if adapter is None else adapt(y, adapter, self.own.masks[branch], self.watch))
+
+
+class FirstTokenLayout(TimmLayout):
+    """A standard block that computes the first token of every image alone; the others are only keys and values."""
+
+    def attention(self, y: Tensor) -> Tensor:
+        """Attention of the first tokens to all tokens, `[n, 1, dim]`."""
+        layer, heads, (images, tokens, dim) = self.block.attn.qkv, self.block.attn.num_heads, y.shape
+        bias = (None, None) if layer.bias is None else (layer.bias[:dim], layer.bias[dim:])
+        query = F.linear(y[:, :1], layer.weight[:dim], bias[0]).view(images, 1, heads, -1).transpose(1, 2)
+        both = F.linear(y, layer.weight[dim:], bias[1]).view(images, tokens, 2, heads, -1)
+        key, value = both.permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(query, key, value)
+        scaled: Tensor = self.block.ls1(self.block.attn.proj(out.transpose(1, 2).reshape(images, 1, dim)))
+        return scaled
+
+    def add(self, x: Tensor, y: Tensor, branch: int) -> Tensor:
+        """The residual sum of the first tokens."""
+        return super().add(x[:, :1], y, branch)
 
 
 def run_timm_block(block: Block, x: Tensor, own: BlockWeights) -> Tensor:

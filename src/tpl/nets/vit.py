@@ -27,6 +27,7 @@ from tpl.nets.blocks import (
     Adapters,
     AdapterStack,
     BlockWeights,
+    FirstTokenLayout,
     Part,
     TimmLayout,
     TransposedBlock,
@@ -169,6 +170,17 @@ class ViTEncoder(Encoder):
     ) -> Tensor:
         """`forward` from the `tokens` on, in their precision."""
         return self.pooled(self.run(tokens, self.block_weights(norms, adapters, masks, tokens.dtype), watch), norms)
+
+    def class_token_from(self, tokens: Tensor, norms: Tensor, adapters: Iterable[Tensor]) -> Tensor:
+        """`from_tokens` without what the last block computes for tokens that nothing reads, if it is a standard one."""
+        last = self.trunk(tokens.dtype).blocks[-1]
+        if self.vit.global_pool != "token" or not TransposedBlock.supports(last):
+            return self.from_tokens(tokens, norms, adapters)
+        *lower, own = self.block_weights(norms, adapters, None, tokens.dtype)
+        blocks = list(self.trunk(tokens.dtype).blocks)[-len(lower) - 1 : -1]
+        for block, weights in zip(blocks, lower, strict=True):
+            tokens = self.run_block(block, tokens, weights)
+        return self.pooled(run_block(FirstTokenLayout(last, own), tokens), norms)
 
     def block_weights(
         self, norms: Tensor, adapters: Iterable[Tensor] | None, masks: Tensor | None, dtype: torch.dtype
