@@ -49,7 +49,7 @@ def main() -> None:
             "augment": options.augment,
         })  # fmt: skip
         rows.append({"adapted_blocks": blocks} | measured(encoder, config, compute, options))
-        print(json.dumps(rows[-1]), flush=True)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # an interrupted measurement keeps what there is
     result = {
         "encoder": encoder.name,
         "device": torch.cuda.get_device_name() if compute.device.type == "cuda" else platform.processor(),
