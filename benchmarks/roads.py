@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,10 +51,12 @@ class Road:
     def recorded(self) -> Iterator[None]:
         """Follow what happens inside."""
         sys.setprofile(self)
+        threading.setprofile(self)  # training on a CPU has a thread of its own
         try:
             yield
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
 
 
 def task(number: int) -> Task:

@@ -12,6 +12,7 @@ from tpl.methods import find_method, load_methods
 from tpl.migrate import current_options
 
 ROOT = Path(__file__).parents[1]
+LATER = {"replay_batches", "adapted_blocks"}  # options that are added to those of early versions
 RUNS = sorted(file.parent for file in (ROOT / "results").rglob("run.json"))
 # One option that is not in the configuration of every method that has it stored would make this a test of nothing.
 OLD = {
@@ -42,7 +43,7 @@ def test_old_names_and_values_become_those_of_today(method: str) -> None:
     config_class = find_method(method).config_class
     config = config_class.parse(today)
     kept = [value for name, value in OLD[method].items() if not hasattr(config_class, name)]
-    later = "replay_batches" in today
+    later = len(LATER & set(today))
     assert len(today) == len(kept) + ("augment" in OLD[method]) + later
     assert current_options(method, config.to_dict()) == config.to_dict()  # today's own are left as they are
     for name, value in OLD[method].items():
@@ -64,7 +65,7 @@ def test_replay_was_balanced_before_there_was_a_choice() -> None:
 
 def test_values_follow() -> None:
     assert current_options("tpl", OLD["tpl"]) == {
-        "rotation_classes": True, "tta": "rotate", "augment": "flip", "logit_score": "ebo"
+        "rotation_classes": True, "tta": "rotate", "augment": "flip", "logit_score": "ebo", "adapted_blocks": "all"
     }  # fmt: skip
 
 
@@ -81,5 +82,5 @@ def test_every_committed_run_has_options_that_exist() -> None:
         description = read_description(run)
         methods[description["method"]].config_class.parse(description["options"])
         raw = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        later = "replay_batches" in set(description["options"]) - set(raw["options"])
+        later = len(LATER & (set(description["options"]) - set(raw["options"])))
         assert len(description["options"]) <= len(raw["options"]) + later

@@ -51,10 +51,10 @@ _FIXED_IN: dict[str, dict[str, Any]] = {
     "row": {"head_batch": 32},
 }
 # Options that came later, with the value that stands for what was done before.
-_BEFORE_IN: dict[str, dict[str, Any]] = {
-    method: {"replay_batches": "balanced"}
-    for method in ("afc", "beef", "der", "eeil", "foster", "gd", "hal", "icarl", "replay")
-}
+_REHEARSING = ("afc", "beef", "der", "eeil", "foster", "gd", "hal", "icarl", "replay")
+_WITH_TASK_MODELS = ("hat", "more", "row", "supsup", "tpl", "tpl-plus")
+_BEFORE_IN: dict[str, dict[str, Any]] = {method: {"replay_batches": "balanced"} for method in _REHEARSING}
+_BEFORE_IN |= {method: {"adapted_blocks": "all"} for method in _WITH_TASK_MODELS}
 
 
 def current_options(method: str, stored: Mapping[str, Any], complete: bool = True) -> dict[str, Any]:

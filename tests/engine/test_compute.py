@@ -1,13 +1,17 @@
-"""Where compiled code is kept."""
+"""Where compiled code is kept; a thread without denormal numbers."""
 
 from __future__ import annotations
 
+import _thread
 import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from tpl.engine.compute import keep_compiled_code
+from tpl.engine.compute import keep_compiled_code, without_denormals
+from tpl.errors import TplError
 
 
 def test_compiled_code_is_kept_in_the_users_cache_folder_unless_another_one_is_named(
@@ -23,3 +27,37 @@ def test_compiled_code_is_kept_in_the_users_cache_folder_unless_another_one_is_n
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     assert cache_dir() == str(tmp_path / "tpl" / "compiled")
+
+
+def test_training_on_a_cpu_knows_no_denormal_numbers_and_nothing_else_changes() -> None:
+    tiny = torch.full((1_000_000,), 1e-39)  # large enough for all threads
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot do without denormal numbers")
+    left: list[int] = []
+
+    def work(interrupted: threading.Event) -> None:
+        left.append(int((tiny * 0.5).count_nonzero()))
+
+    without_denormals(work)
+    assert left == [0]
+    assert int((tiny * 0.5).count_nonzero()) == len(tiny)
+
+
+def test_what_goes_wrong_in_a_thread_goes_wrong_outside() -> None:
+    def fail(interrupted: threading.Event) -> None:
+        raise TplError("too high")
+
+    with pytest.raises(TplError, match="too high"):
+        without_denormals(fail)
+
+
+def test_an_interrupt_ends_the_work_first() -> None:
+    told: list[bool] = []
+
+    def work(interrupted: threading.Event) -> None:
+        _thread.interrupt_main()
+        told.append(interrupted.wait(30))
+
+    with pytest.raises(KeyboardInterrupt):
+        without_denormals(work)
+    assert told == [True]

@@ -38,6 +38,11 @@ CASES |= {
     "tpl, supsup": ("tpl", {"encoder": SMALL_VIT, "protect": "supsup"}),
     "tpl, per class": ("tpl", {"encoder": SMALL_VIT, "others": "per_class", "augment": "flip", "schedule": "cosine"}),
     "tpl-plus, auto, no memory": ("tpl-plus", {"encoder": SMALL_VIT, "passes": "auto", "memory_kind": "none"}),
+    "tpl, last block": (
+        "tpl",
+        {"encoder": SMALL_VIT, "adapted_blocks": 1, "epochs": 3, "batch_size": 16, "augment": "flip"},
+    ),
+    "tpl-plus, last block": ("tpl-plus", {"encoder": SMALL_VIT, "adapted_blocks": 1, "precision": "bf16"}),
     "ranpac, first": ("ranpac", {"encoder": SMALL_VIT, "adapt": "first"}),
     "resnet18": ("tpl", {"encoder": "resnet18:4", "augment": "crop"}),
 }

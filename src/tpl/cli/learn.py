@@ -101,6 +101,14 @@ def learn(
             rich_help_panel=TRAINING,
         ),
     ] = None,
+    adapted_blocks: Annotated[
+        str | None,
+        typer.Option(
+            help="How many of the encoder's last blocks have adapters: all (default) or a number. With fewer, learning "
+            "and predicting are faster.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
@@ -157,7 +165,20 @@ def learn(
 
     budget = None if memory is None else Budget.parse(memory)
     request = Request(
-        method, encoder, weights, budget, memory_kind, passes, epochs, seed, name, device, held_out, update, strict
+        method,
+        encoder,
+        weights,
+        budget,
+        memory_kind,
+        adapted_blocks,
+        passes,
+        epochs,
+        seed,
+        name,
+        device,
+        held_out,
+        update,
+        strict,
     )
     store = ModelStore(model)
     known = request.check_model(store)
@@ -301,7 +322,8 @@ def _learner(store: ModelStore, request: Request) -> Learner:
 
     encoder = request.encoder or COMPACT
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
-    options |= {} if request.memory_kind is None else {"memory_kind": request.memory_kind}
+    asked = {"memory_kind": request.memory_kind, "adapted_blocks": request.adapted_blocks}
+    options |= {name: value for name, value in asked.items() if value is not None}
     return Learner(
         request.method or method_for(encoder),
         encoder,

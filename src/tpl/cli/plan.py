@@ -35,6 +35,7 @@ MOST_FEATURES = 2048  # random features of tpl-plus: 17 MB in the model director
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size is averaged
 _TIMED = 64  # images in the timing of a dry run
+_ROUNDS = 4  # epochs of it, where the first costs more than the others
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Request:
     weights: Path | None
     memory: Budget | None
     memory_kind: str | None
+    adapted_blocks: str | None
     passes: str | None
     epochs: int | None
     seed: int | None
@@ -111,6 +113,7 @@ class Request:
             "--encoder": (self.encoder, header["encoder"]["name"]),
             "--seed": (self.seed, header["seed"]),
             "--memory-kind": (self.memory_kind, header["options"].get("memory_kind", "images")),
+            "--adapted-blocks": (self.adapted_blocks, str(header["options"].get("adapted_blocks", "all"))),
             "--memory": (self.memory.images if self.memory else None, header["options"].get("memory")),
         }
         for option, (asked, has) in fixed.items():
@@ -221,7 +224,9 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
 
     old = [len(images) for images in memory.exemplars] if memory is not None else []
     batch = min(learner.method.config.batch_size, max(1, len(few) // 2))
-    learner.method.set_options(epochs=1, batch_size=batch)
+    # The blocks below the adapted ones are computed once for all epochs.
+    rounds = 1 if getattr(learner.method.config, "adapted_blocks", "all") == "all" else min(epochs, _ROUNDS)
+    learner.method.set_options(epochs=rounds, batch_size=batch)
     started = time.perf_counter()
     learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, callback=callback)
     around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory under every task's model

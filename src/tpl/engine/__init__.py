@@ -1,7 +1,15 @@
 """The training loop, inference, gated optimisers, devices and progress events."""
 
 from tpl.engine.batches import IGNORED, ROTATIONS, Batches, Feed, RotationClasses, Samples, masked_mean
-from tpl.engine.compute import BLOCK, CapturedFunction, Compute, Inference, choose_compute, uses_cuda_graphs
+from tpl.engine.compute import (
+    BLOCK,
+    CapturedFunction,
+    Compute,
+    Inference,
+    choose_compute,
+    host_has_room_for,
+    uses_cuda_graphs,
+)
 from tpl.engine.distributed import Processes, current, joined
 from tpl.engine.events import Callback, Event, RunLabel, labelled, no_callback
 from tpl.engine.train import Adam, CapturedStep, GatedSGD, Objective, Recipe, Step, batches_of_images, train
@@ -30,6 +38,7 @@ __all__ = [
     "batches_of_images",
     "choose_compute",
     "current",
+    "host_has_room_for",
     "joined",
     "labelled",
     "masked_mean",

@@ -67,11 +67,17 @@ class Samples:
     """Images as uint8 pixels `[n, 3, size, size]`, or vectors as floats `[n, features]`, and their labels.
 
     Labels are on the device. Pixels are too, unless there are too many: then they stay in the computer's memory and
-    are sent batch by batch.
+    are sent batch by batch. Instead of pixels there may be tokens `[n, tokens, dim]` that a frozen network has computed
+    from them; for training with flipped images, `[2n, tokens, dim]`, those of flipped ones last.
     """
 
     pixels: Tensor
     labels: Tensor
+    with_flipped: bool = False  # whether `pixels` has a second half: every sample flipped horizontally
+
+    def rows(self, codes: Tensor) -> Tensor:
+        """Rows of `pixels` for row codes; rows without a sample get the first."""
+        return codes.clamp_min(0) if self.with_flipped else sample_numbers(codes, len(self))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -212,7 +218,7 @@ class Feed:
                 yield StepInputs(new, replayed, numbers, pixels)
 
     def gather(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Pixels `[networks * batch, 3, size, size]` and labels `[networks, batch]` of one step.
+        """Pixels `[networks * batch, 3, size, size]`, or tokens, and labels `[networks, batch]` of one step.
 
         A network's batch is its new samples, then the replayed ones, then the new ones rotated.
         """
@@ -229,14 +235,14 @@ class Feed:
             if i in sent:
                 own.copy_(sent[i])
             else:
-                torch.index_select(network.new.pixels, 0, sample_numbers(codes, len(network.new)), out=own)
+                torch.index_select(network.new.pixels, 0, network.new.rows(codes), out=own)
             parts, flipped = [_labels(network.new, codes)], [is_flipped(codes, len(network.new))]
             if (replay := network.replay) is not None:
                 codes = inputs.replayed[i]
-                torch.index_select(replay.pixels, 0, sample_numbers(codes, len(replay)), out=images[new:])
+                torch.index_select(replay.pixels, 0, replay.rows(codes), out=images[new:])
                 parts.append(_labels(replay, codes))
                 flipped.append(is_flipped(codes, len(replay)))
-            if network.flip:
+            if network.flip and not network.new.with_flipped:
                 images.copy_(torch.where(torch.cat(flipped)[:, None, None, None], images.flip(-1), images))
             draws = network.split_draws(inputs.draws[i])
             if network.crop:
@@ -263,7 +269,7 @@ class Feed:
 
     def _send_pixels(self, rows: Tensor) -> tuple[Tensor, ...]:
         new = [(self.networks[i].new, rows[i]) for i in self.streamed]
-        batches = [samples.pixels[sample_numbers(codes, len(samples))] for samples, codes in new]
+        batches = [samples.pixels[samples.rows(codes)] for samples, codes in new]
         if self.device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]  # only then is the copy asynchronous
         return tuple(batch.to(self.device, non_blocking=True) for batch in batches)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,9 +26,10 @@ from tpl.files import cache_folder
 
 PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
-SHARE_FOR_IMAGES = 0.4  # of a GPU's free memory
+SHARE_FOR_IMAGES = 0.4  # of the free memory of a GPU, or of the computer
 GRAPH_DEVICES = {"cuda"}  # types of devices that have CUDA graphs
 BLOCK = 256  # images of one pass
+MEMORY_INFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
 
 
@@ -51,7 +55,7 @@ class Compute:
     def room_for(self, size: int) -> bool:
         """Whether this many bytes of images fit on the device, beside networks and activations."""
         if self.device.type != "cuda":
-            return True
+            return host_has_room_for(size)
         free, _ = torch.cuda.mem_get_info(self.device)
         return size < SHARE_FOR_IMAGES * free
 
@@ -63,6 +67,23 @@ class Compute:
     def peak_memory(self) -> int | None:
         """Peak bytes of tensors on a GPU since the last reset, all runs of this process together."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+
+def host_has_room_for(size: int) -> bool:
+    """Whether this many bytes of images fit into the computer's memory, beside all else."""
+    return size < SHARE_FOR_IMAGES * free_host_memory()
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this process may still use: of the computer, or of its control group where that has less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 2**32
+    if MEMORY_INFO.exists():
+        fields = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
+        free = 1024 * int(fields["MemAvailable"].split()[0])
+    if CONTROL_GROUP.joinpath("memory.max").exists():
+        limit, used = (CONTROL_GROUP.joinpath(f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        free = free if limit == "max" else min(free, int(limit) - int(used))
+    return free
 
 
 def choose_compute(device: str = "auto", precision: str = "auto", compile: str = "auto") -> Compute:
@@ -107,6 +128,39 @@ def keep_compiled_code() -> None:
 def _has_compiler() -> bool:
     """Whether torch.compile can make kernels here: they are written in Triton and started by compiled C."""
     return find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+# Denormal numbers
+
+
+def without_denormals(work: Callable[[threading.Event], None]) -> None:
+    """Run `work` on a thread of its own, whose arithmetic rounds denormal numbers (below 1e-38) to zero.
+
+    A CPU computes with denormal numbers many times slower, and masks that are nearly closed make them by the thousand.
+    The setting holds for a thread and for the threads it starts, so it is undone with the thread. An interrupt sets the
+    event that `work` is given; it should then end.
+    """
+    interrupted, failures = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        torch.set_flush_denormal(True)
+        try:
+            work(interrupted)
+        except BaseException as error:  # an interrupt, too: it is raised where it is expected
+            failures.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="train")
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)  # an interrupt may have reached another thread: then it is noticed here, between two waits
+    except BaseException:
+        interrupted.set()
+        if thread.is_alive():
+            thread.join()
+        raise
+    if failures:
+        raise failures[0]
 
 
 # CUDA graphs

@@ -6,9 +6,11 @@ A step is plain, shared by several processes, or captured as a CUDA graph.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.engine.batches import IGNORED, Batches, Feed, RotationClasses, Samples, StepInputs
-from tpl.engine.compute import capture, uses_cuda_graphs
+from tpl.engine.compute import capture, uses_cuda_graphs, without_denormals
 from tpl.engine.distributed import Processes, current
 from tpl.engine.events import Callback, Event
 from tpl.errors import TplError
@@ -350,13 +352,33 @@ def train(
     recipe: Recipe,
     normalise: Callable[[Tensor], Tensor],
     callbacks: Sequence[Callback],
+    started: float | None = None,
 ) -> None:
     """Train all networks by the recipe; there is one callback for each network.
 
+    `started` is when the clock showed the beginning of what was prepared for it, to be counted as training.
+
     The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
-    run, they share every batch (see `distributed`).
+    run, they share every batch (see `distributed`). On a CPU, training has a thread of its own.
     """
-    started, epochs, processes = time.perf_counter(), recipe.epochs, current()
+    work = partial(_train, objective, optimiser, networks, recipe, normalise, callbacks, started or time.perf_counter())
+    if networks[0].new.labels.device.type == "cpu":
+        without_denormals(work)
+    else:
+        work(threading.Event())
+
+
+def _train(
+    objective: Objective,
+    optimiser: GatedSGD,
+    networks: Sequence[Batches],
+    recipe: Recipe,
+    normalise: Callable[[Tensor], Tensor],
+    callbacks: Sequence[Callback],
+    started: float,
+    interrupted: threading.Event,
+) -> None:
+    epochs, processes = recipe.epochs, current()
     on_graphs = uses_cuda_graphs(networks[0].new.labels.device)
     feed = Feed(networks, full=on_graphs)
     plain: Step = Step(objective, optimiser, feed, normalise)
@@ -372,6 +394,8 @@ def train(
             if recipe.schedule != "constant":
                 optimiser.scale_rate(recipe.rate_at(number / (epochs * feed.steps)))
             step(progress[number % cycle], inputs)
+            if interrupted.is_set():
+                return
         for loss, callback in zip((plain.total / feed.steps).tolist(), callbacks, strict=True):
             if not math.isfinite(loss):
                 raise TplError(

@@ -48,18 +48,18 @@ class Trunk(nn.Module):
 
     def __init__(self, method: TPL, encoder: ViTEncoder, dtype: torch.dtype) -> None:
         super().__init__()
-        self.encoder, self.dtype = encoder, dtype
+        self.encoder, self.dtype, self.below = encoder, dtype, method.bank.below
         norms = [model.norms.detach() for model in method.models]
         if method.needs_encoder_features:
-            norms.append(method.encoder.new_norms())
+            norms.append(method.encoder.new_norms(method.bank.below))
         self.norms = torch.stack(norms)
         # Cut into blocks beforehand: in `forward`, every cut would become a node of the graph.
         self.weights = encoder.block_weights(self.norms, *_adapters(method, len(norms) - len(method.models)), dtype)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Patches are embedded once; then every network has its own copy of them."""
+        """Patches and blocks below the adapted ones are computed once; then every network has its own copy of them."""
         networks = len(self.norms)
-        x = self.encoder.tokens(images, self.dtype).unsqueeze(0).expand(networks, -1, -1, -1).flatten(0, 1)
+        x = self.encoder.tokens(images, self.dtype, self.below).unsqueeze(0).expand(networks, -1, -1, -1).flatten(0, 1)
         features = self.encoder.pooled(self.encoder.run(x, self.weights), self.norms)
         z: Tensor = features.unflatten(0, (networks, images.shape[0]))
         return z

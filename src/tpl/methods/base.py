@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -256,7 +256,7 @@ class Method(ABC):
         return [c for classes in self.task_classes_ for c in classes]
 
     @cached_property
-    def encoder_features(self) -> Inference:
+    def encoder_features(self) -> Callable[[Tensor], Tensor]:
         """The frozen encoder's own features of uint8 images: no task changes them."""
         return Inference(partial(self.encoder.plain, dtype=self.compute.dtype), self.compute, self.normalise)
 

@@ -220,10 +220,11 @@ class TPLPlus(TPL):
 
     def hold_out(self, held: Samples) -> None:
         """Also fit the exponents of bank and expert."""
-        super().hold_out(held)
-        self._fit_exponents(
-            held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
-        )
+        with self.bank.sharing(held.pixels):
+            super().hold_out(held)
+            self._fit_exponents(
+                held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
+            )
 
     def _fit_exponents(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
         """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes."""
@@ -319,6 +320,10 @@ class TPLPlus(TPL):
         With KEEP every task is queried with every image, since the expert may select other tasks at a later stage. So
         it is for unknown scores of a model from an early version, which did not store `held_common`.
         """
+        with self.bank.sharing(pixels):
+            return self._forward(pixels, want, before)
+
+    def _forward(self, pixels: Tensor, want: Collection[str], before: ForwardPass | None) -> ForwardPass:
         known = self._reusable(before)
         if known:  # the newest tasks' outputs are missing, and with them perhaps a view
             assert before is not None

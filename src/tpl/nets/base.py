@@ -71,12 +71,19 @@ class Encoder(nn.Module, ABC):
     dim: int
 
     @abstractmethod
-    def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Trainable:
-        """Untrained weights for all tasks to share; `latent` is the width of adapters, where there are any."""
+    def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Trainable:
+        """Untrained weights for all tasks to share; `latent` is the width of adapters, where there are any.
+
+        `below` first blocks get none (see `blocks_below`).
+        """
 
     @abstractmethod
-    def new_norms(self) -> Tensor:
-        """A task's norms before training, one tensor."""
+    def new_norms(self, below: int = 0) -> Tensor:
+        """A task's norms before training, one tensor; `below` first blocks keep the encoder's own."""
+
+    def blocks_below(self, adapted: int) -> int:
+        """Number of blocks below the last `adapted` ones: no task changes them."""
+        raise TplError(f"'{self.name}' has no blocks that could do without adapters: use adapted_blocks=all.")
 
     def reestimated_norms(
         self, norms: Tensor, weights: Weights, batches: Iterable[Tensor], dtype: torch.dtype

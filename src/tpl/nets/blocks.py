@@ -11,7 +11,8 @@ are four stacked tensors: one optimiser step, one gate and one file entry for al
 one that holds for a whole batch can be multiplied into the weights (`fold`): thousands of numbers instead of the
 millions of activations.
 
-`TimmLayout` runs timm's own modules and is differentiable. `TransposedLayout` only predicts, on a CPU: multiplying by a
+`TimmLayout` runs timm's own modules and is differentiable; so is `FirstTokenLayout`, for the last block of a network
+that reads the class token alone. `TransposedLayout` only predicts, on a CPU: multiplying by a
 matrix stored as `[in, out]` is up to five times faster there than by one stored as `[out, in]`, as torch does it; the
 fewer rows, the greater the difference.
 """
@@ -219,6 +220,25 @@ class TimmLayout(NamedTuple):
         return x + (y if adapter is None else adapt(y, adapter, self.own.masks[branch], self.watch))
 
 
+class FirstTokenLayout(TimmLayout):
+    """A standard block that computes the first token of every image alone; the others are only keys and values."""
+
+    def attention(self, y: Tensor) -> Tensor:
+        """Attention of the first tokens to all tokens, `[n, 1, dim]`."""
+        layer, heads, (images, tokens, dim) = self.block.attn.qkv, self.block.attn.num_heads, y.shape
+        bias = (None, None) if layer.bias is None else (layer.bias[:dim], layer.bias[dim:])
+        query = F.linear(y[:, :1], layer.weight[:dim], bias[0]).view(images, 1, heads, -1).transpose(1, 2)
+        both = F.linear(y, layer.weight[dim:], bias[1]).view(images, tokens, 2, heads, -1)
+        key, value = both.permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(query, key, value)
+        scaled: Tensor = self.block.ls1(self.block.attn.proj(out.transpose(1, 2).reshape(images, 1, dim)))
+        return scaled
+
+    def add(self, x: Tensor, y: Tensor, branch: int) -> Tensor:
+        """The residual sum of the first tokens."""
+        return super().add(x[:, :1], y, branch)
+
+
 def run_timm_block(block: Block, x: Tensor, own: BlockWeights) -> Tensor:
     """Output of a timm block under a task's weights; `ViTEncoder.fuse` compiles this function."""
     return run_block(TimmLayout(block, own), x)
@@ -271,13 +291,21 @@ class TransposedTask(NamedTuple):
 
     norms: Tensor
     affines: list[tuple[Tensor, Tensor]]
-    adapters: list[TransposedAdapter]
+    adapters: Sequence[TransposedAdapter | None]
 
     @classmethod
     def of(cls, norms: Tensor, weights: Iterable[Tensor]) -> TransposedTask:
         """A task by its norms and the adapters' weights under its mask."""
-        affines = list(zip(*norms.unbind(1), strict=True))
-        return cls(norms, affines, [TransposedAdapter.of(layer) for layer in AdapterStack(*weights).layers()])
+        return cls(norms, _affines(norms), [TransposedAdapter.of(layer) for layer in AdapterStack(*weights).layers()])
+
+    @classmethod
+    def plain(cls, norms: Tensor) -> TransposedTask:
+        """Norms without adapters: the network as it was pre-trained."""
+        return cls(norms, _affines(norms), [None] * len(norms))
+
+
+def _affines(norms: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*norms.unbind(1), strict=True))
 
 
 class Part(NamedTuple):
@@ -323,7 +351,7 @@ class TransposedLayout(NamedTuple):
     """
 
     block: TransposedBlock
-    number: int  # of the block
+    number: int  # of the block, among those that the tasks have weights for
     parts: Sequence[Part]
     images: int
     first_only: bool
@@ -359,7 +387,8 @@ class TransposedLayout(NamedTuple):
         x = x[:: len(x) // len(y)]
         x += y
         for stream, rows, part in zip(self._split(x), self._split(y), self.parts, strict=True):
-            stream += part.task.adapters[2 * self.number + branch](rows)
+            if (adapter := part.task.adapters[2 * self.number + branch]) is not None:
+                stream += adapter(rows)
         return x
 
     def _split(self, x: Tensor) -> Sequence[Tensor]:

@@ -195,11 +195,11 @@ class ResNetEncoder(Encoder):
         self.dim = self.layout.groups[-1]
         self.run = network
 
-    def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Kernels:
+    def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Kernels:
         """Fresh kernels; there are no adapters, and `latent` is not used."""
         return Kernels(self.layout, generator)
 
-    def new_norms(self) -> Tensor:
+    def new_norms(self, below: int = 0) -> Tensor:
         """Norms that only standardise."""
         ones, zeros = torch.ones(self.layout.channels), torch.zeros(self.layout.channels)
         return torch.stack([ones, zeros, zeros, ones])

@@ -40,14 +40,14 @@ class VectorEncoder(Encoder):
         self.name, self.weights, self.fingerprint = "vectors", None, hash_tensors(self.state_dict())
         self.sha256 = self.fingerprint
 
-    def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Adapters:
+    def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Adapters:
         """Untrained adapters; with larger weights than in a ViT, where the frozen blocks carry most of the signal."""
         adapters = Adapters(self.depth, self.dim, latent, generator)
         nn.init.normal_(adapters.down_weight, std=(2 / self.dim) ** 0.5, generator=generator)
         nn.init.normal_(adapters.up_weight, std=0.5 * latent**-0.5, generator=generator)
         return adapters
 
-    def new_norms(self) -> Tensor:
+    def new_norms(self, below: int = 0) -> Tensor:
         """A task's scales (1) and shifts (0): one pair for every adapter and one at the end, `[depth + 1, 2, dim]`."""
         return torch.stack([torch.ones(self.depth + 1, self.dim), torch.zeros(self.depth + 1, self.dim)], dim=1)
 

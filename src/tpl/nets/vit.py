@@ -3,6 +3,9 @@
 timm's own patch embedding, attention, MLP, layer scale and pooling run unchanged. A task passes in its layer norms, the
 adapters behind both branches of every block, and the masks that open and close the adapters' units. With closed masks
 and the pre-trained norms the result equals timm's own forward pass bit for bit. The block itself is in `blocks`.
+
+A task may have norms and adapters for the last blocks alone: how many is read from the shape of its norms. The tokens
+below them are the same for every task (`tokens`), and are computed once for all.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from tpl.nets.blocks import (
     Adapters,
     AdapterStack,
     BlockWeights,
+    FirstTokenLayout,
     Part,
     TimmLayout,
     TransposedBlock,
     TransposedLayout,
+    TransposedTask,
     layer_norm,
     run_block,
     run_timm_block,
@@ -57,7 +62,8 @@ class ViTEncoder(Encoder):
         self.name, self.sha256, self.weights = name, sha256, weights
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
         self.dim = int(vit.embed_dim)
-        self.adapters_needed = 2 * len(vit.blocks)
+        self.depth = len(vit.blocks)
+        self.outer_norms = len(self.norm_layers()) - 2 * self.depth  # behind the last block
         self.run_block, self.fused = run_timm_block, False
         # Copies in other precisions; in a dict: not part of this module's state.
         self._copies: dict[tuple[torch.dtype, torch.device], VisionTransformer] = {}
@@ -79,13 +85,20 @@ class ViTEncoder(Encoder):
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""
         return super().train(False)
 
-    def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Adapters:
-        """Fresh adapters that fit this trunk: two a block, behind attention and behind the MLP."""
-        return Adapters(self.adapters_needed, self.dim, latent, generator)
+    def blocks_below(self, adapted: int) -> int:
+        """Number of blocks below the last `adapted` ones."""
+        if adapted > self.depth:
+            raise TplError(f"'{self.name}' has {self.depth} blocks: adapted_blocks is at most that; got {adapted}.")
+        return self.depth - adapted
 
-    def new_norms(self) -> Tensor:
-        """A copy of the pre-trained layer norms, `[norms, 2, dim]` (scale, shift): a task's own."""
-        return torch.stack([torch.stack([n.weight, n.bias]) for n in self.norm_layers()]).detach().clone()
+    def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Adapters:
+        """Fresh adapters for all blocks but the first `below`: two a block, behind attention and behind the MLP."""
+        return Adapters(2 * (self.depth - below), self.dim, latent, generator)
+
+    def new_norms(self, below: int = 0) -> Tensor:
+        """A copy of the pre-trained norms of all blocks but the first `below`, `[norms, 2, dim]` (scale, shift)."""
+        layers = self.norm_layers()[2 * below :]
+        return torch.stack([torch.stack([n.weight, n.bias]) for n in layers]).detach().clone()
 
     def plain(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Features of the trunk alone, float32, by timm's own forward pass; in half precision but for the last norm."""
@@ -94,6 +107,10 @@ class ViTEncoder(Encoder):
             return features
         # `forward` without adapters gives the same bits, but would have a block of its own compiled.
         return self.pooled(self.trunk(dtype).blocks(self.tokens(images, dtype)), self.new_norms())
+
+    def plain_from(self, tokens: Tensor, below: int) -> Tensor:
+        """`plain` from the output of the first `below` blocks on."""
+        return self.pooled(self.frozen(tokens, below, self.depth), self.new_norms(below))
 
     def trunk(self, dtype: torch.dtype) -> VisionTransformer:
         """The frozen network in one precision; a copy in another than its own is made once and kept."""
@@ -104,10 +121,20 @@ class ViTEncoder(Encoder):
             self._copies[key] = copy.deepcopy(self.vit).to(dtype)
         return self._copies[key]
 
-    def tokens(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Input of the first block: patches and class token of normalised images, at their positions."""
+    def tokens(self, images: Tensor, dtype: torch.dtype, below: int = 0) -> Tensor:
+        """Patches and class token of normalised images, at their positions, behind the first `below` blocks."""
         vit = self.trunk(dtype)
         x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(embed_patches(vit, images.to(dtype)))))
+        return self.frozen(x, 0, below)
+
+    def frozen(self, x: Tensor, first: int, end: int) -> Tensor:
+        """Tokens behind the blocks from `first` up to `end`, as they were pre-trained."""
+        for block in list(self.trunk(x.dtype).blocks)[first:end]:
+            if self.fused:
+                norms = [torch.stack([norm.weight, norm.bias]) for norm in (block.norm1, block.norm2)]
+                x = self.run_block(block, x, BlockWeights(norms))
+            else:
+                x = block(x)
         return x
 
     def forward(
@@ -122,14 +149,16 @@ class ViTEncoder(Encoder):
     ) -> Tensor:
         """Features `[n, dim]`, float32, of normalised images under one task's weights.
 
-        `norms` is `[norms, 2, dim]`. With a leading axis, on the norms or on the adapters' weights, several networks
+        `norms` is `[norms, 2, dim]`: two for each of the last blocks, then those behind them; blocks below run as they
+        were pre-trained. With a leading axis, on the norms or on the adapters' weights, several networks
         share one pass over the frozen trunk: each serves an equal part of the batch, in order. So do the rows of
         `masks`, `[rows, units]`, which act on the activations; a mask that holds for the whole batch is folded into the
         weights. `dtype` is the precision of the trunk's products; the norms' statistics and the last norm are float32.
         `watch` is called with the output of every block. `learning` makes no difference: layer norms do not
         depend on the batch.
         """
-        return self.from_tokens(self.tokens(images, dtype), norms, adapters, masks, watch)
+        below = self.depth - (norms.shape[-3] - self.outer_norms) // 2
+        return self.from_tokens(self.tokens(images, dtype, below), norms, adapters, masks, watch)
 
     def from_tokens(
         self,
@@ -142,29 +171,41 @@ class ViTEncoder(Encoder):
         """`forward` from the `tokens` on, in their precision."""
         return self.pooled(self.run(tokens, self.block_weights(norms, adapters, masks, tokens.dtype), watch), norms)
 
+    def class_token_from(self, tokens: Tensor, norms: Tensor, adapters: Iterable[Tensor]) -> Tensor:
+        """`from_tokens` without what the last block computes for tokens that nothing reads, if it is a standard one."""
+        last = self.trunk(tokens.dtype).blocks[-1]
+        if self.vit.global_pool != "token" or not TransposedBlock.supports(last):
+            return self.from_tokens(tokens, norms, adapters)
+        *lower, own = self.block_weights(norms, adapters, None, tokens.dtype)
+        blocks = list(self.trunk(tokens.dtype).blocks)[-len(lower) - 1 : -1]
+        for block, weights in zip(blocks, lower, strict=True):
+            tokens = self.run_block(block, tokens, weights)
+        return self.pooled(run_block(FirstTokenLayout(last, own), tokens), norms)
+
     def block_weights(
         self, norms: Tensor, adapters: Iterable[Tensor] | None, masks: Tensor | None, dtype: torch.dtype
     ) -> list[BlockWeights]:
-        """A task's weights, block by block."""
+        """A task's weights, block by block, for as many of the last blocks as it has norms for."""
         affines = norms.to(dtype).unbind(-3)
-        layers: Sequence[AdapterStack | None] = [None] * self.adapters_needed
-        opened: Sequence[AdapterMasks | None] = [None] * self.adapters_needed
+        count = len(affines) - self.outer_norms
+        layers: Sequence[AdapterStack | None] = [None] * count
+        opened: Sequence[AdapterMasks | None] = [None] * count
         if adapters is not None:
             stack = AdapterStack(*adapters).to(dtype)
             layers = stack.layers()
             if masks is not None:
                 down, up = stack.split(masks.to(dtype))
                 opened = [AdapterMasks(*pair) for pair in zip(down.unbind(1), up.unbind(1), strict=True)]
-        pairs = [slice(first, first + 2) for first in range(0, self.adapters_needed, 2)]
+        pairs = [slice(first, first + 2) for first in range(0, count, 2)]
         return [BlockWeights(affines[own], layers[own], opened[own]) for own in pairs]
 
     def run(self, x: Tensor, weights: Sequence[BlockWeights], watch: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Output `[n, tokens, dim]` of the last block.
+        """Output `[n, tokens, dim]` of the last block, of which `weights` has one entry for each of the last ones.
 
         It computes all tokens, even where the class token is all that counts: on a GPU, the kernels for so few rows
         round the same image differently from run to run, and features must have the same bits every time.
         """
-        for block, own in zip(self.trunk(x.dtype).blocks, weights, strict=True):
+        for block, own in zip(list(self.trunk(x.dtype).blocks)[-len(weights) :], weights, strict=True):
             x = self.run_block(block, x, own)
             if watch is not None:
                 watch(x)
@@ -173,7 +214,7 @@ class ViTEncoder(Encoder):
     def pooled(self, x: Tensor, norms: Tensor) -> Tensor:
         """Features, float32, from the last block's output; for pooling by class token, that token is enough."""
         vit = self.vit
-        rest = list(norms.unbind(-3)[self.adapters_needed :])
+        rest = list(norms.unbind(-3)[norms.shape[-3] - self.outer_norms :])
         x = x.float()
         if vit.global_pool == "token":
             x = x[:, :1]  # layer norms are per token: the others are not needed
@@ -188,31 +229,45 @@ class ViTEncoder(Encoder):
 
 
 class TransposedTrunk:
-    """The frozen blocks of an encoder with transposed weights, for prediction on a CPU in float32."""
+    """The frozen blocks of an encoder with transposed weights, for prediction on a CPU in float32.
 
-    def __init__(self, encoder: ViTEncoder) -> None:
-        self.encoder = encoder
+    The first `below` blocks are the same for all tasks.
+    """
+
+    def __init__(self, encoder: ViTEncoder, below: int = 0) -> None:
+        self.encoder, self.below = encoder, below
         self.blocks = [TransposedBlock(block) for block in encoder.vit.blocks]
+        self.lower = TransposedTask.plain(encoder.new_norms()[: 2 * below])
+        self.upper = TransposedTask.plain(encoder.new_norms(below))
 
     @staticmethod
     def serves(encoder: ViTEncoder) -> bool:
         """Whether all blocks are of the standard kind."""
         return all(TransposedBlock.supports(block) for block in encoder.vit.blocks)
 
+    def shared(self, tokens: Tensor) -> Tensor:
+        """Tokens `[n, count, dim]` behind the first blocks; those given are written over."""
+        return self._run(self.blocks[: self.below], tokens, [Part(self.lower, len(tokens))], False).view_as(tokens)
+
     def __call__(self, tokens: Tensor, parts: Sequence[Part]) -> Tensor:
-        """Features `[n, dim]` of rows of tokens `[n, count, dim]`, the first of them the first part's.
+        """Features `[n, dim]` of rows of `shared` tokens `[n, count, dim]`, the first of them the first part's.
 
         The tokens are written over.
         """
         images, _, dim = tokens.shape
-        # One buffer for the widest result of every block: allocating it anew costs a tenth of the time.
-        buffer = tokens.new_empty(tokens[..., 0].numel() * max(block.width for block in self.blocks))
-        x = tokens.flatten(0, 1)
-        for number, block in enumerate(self.blocks):
-            first_only = number == len(self.blocks) - 1 and self.encoder.vit.global_pool == "token"
-            x = run_block(TransposedLayout(block, number, parts, images, first_only, buffer), x)
+        x = self._run(self.blocks[self.below :], tokens, parts, self.encoder.vit.global_pool == "token")
         by_task = zip(x.view(images, -1, dim).split([part.rows for part in parts]), parts, strict=True)
         return torch.cat([self.encoder.pooled(rows, part.task.norms) for rows, part in by_task])
+
+    def _run(self, blocks: Sequence[TransposedBlock], tokens: Tensor, parts: Sequence[Part], pooled: bool) -> Tensor:
+        """Tokens behind some blocks, `[n * count, dim]`; only the first ones of every image if these are `pooled`."""
+        images, x = len(tokens), tokens.flatten(0, 1)
+        # One buffer for the widest result of every block: allocating it anew costs a tenth of the time.
+        buffer = tokens.new_empty(len(x) * max((block.width for block in blocks), default=0))
+        for number, block in enumerate(blocks):
+            first_only = pooled and number == len(blocks) - 1
+            x = run_block(TransposedLayout(block, number, parts, images, first_only, buffer), x)
+        return x
 
 
 def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:

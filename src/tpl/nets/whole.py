@@ -89,12 +89,12 @@ class WholeViT(Encoder):
         owners = {id(module): name for name, module in encoder.vit.named_modules()}
         self.norm_names = [owners[id(norm)] for norm in encoder.norm_layers()]
 
-    def new_adapters(self, latent: int, generator: torch.Generator | None = None) -> Trunk:
+    def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Trunk:
         """A copy of the pre-trained weights; there are no adapters, whose width and random numbers are given."""
         named = dict(self.origin[0].vit.named_parameters())
         return Trunk(named[name] for name in self.shapes)
 
-    def new_norms(self) -> Tensor:
+    def new_norms(self, below: int = 0) -> Tensor:
         """A copy of the pre-trained layer norms, `[norms, 2, dim]`."""
         return self.origin[0].new_norms()
 

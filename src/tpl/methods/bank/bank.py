@@ -5,7 +5,8 @@ scratch. A task has its own mask, norms and head. While it is trained, the prote
 earlier task uses, so an old task's features never change: with binary masks not by a single bit.
 
 A query runs one task's model on some images. Many queries are run in batches whose rows are pairs of an image and a
-task; the patch tokens of an image, the same for all tasks, are computed once. On a GPU every batch has the same number
+task; the tokens of an image below the first block that tasks adapt, the same for all tasks, are computed once. On a GPU
+every batch has the same number
 of rows and is the replay of one CUDA graph: a pair's features have the same bits in any batch. On a CPU a batch has as
 many rows as keep it busy, and features are the same up to rounding: matrix libraries choose kernels by the number of
 rows, and some kernels add in another order.
@@ -16,7 +17,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more is no faster, and with fewer two threads wait for each other too often
 NEARLY_FULL = 0.95
+MOST_SHARED = 2**30  # bytes of tokens kept for further queries with the same images
 
 
 # Test-time augmentation: the views of an image that a prediction averages over
@@ -219,7 +222,8 @@ class Bank:
         self.encoder, self.config, self.compute, self.normalise = encoder, config, compute, normalise
         self.technique = technique  # how heads are trained, and how logits are computed from them
         self.protection = PROTECTIONS[config.protect](config)
-        self.adapters: Trainable = encoder.new_adapters(config.latent, generator).to(compute.device)
+        self.below = config.blocks_below(encoder)  # blocks that no task changes, under the adapted ones
+        self.adapters: Trainable = encoder.new_adapters(config.latent, generator, self.below).to(compute.device)
         self.protection.prepare(self.adapters)
         self.joined: list[Trainable] = []  # adapters of banks that were trained apart; never trained again
         self.tasks: list[TaskModel] = []
@@ -267,6 +271,30 @@ class Bank:
         with torch.no_grad():
             found = [self._inference(view.of(pixels), queries) for view in self.views]
             return [self._averaged(task, views) for (task, _), *views in zip(queries, *found, strict=True)]
+
+    @contextmanager
+    def sharing(self, pixels: Tensor) -> Iterator[None]:
+        """A context in which queries with this very tensor of images compute the blocks below the adapted ones once."""
+        with self._shared.sharing(pixels) if self.below else nullcontext():
+            yield
+
+    def encoder_features(self, pixels: Tensor) -> Tensor:
+        """The encoder's own features `[n, dim]`, by the blocks below the adapted ones that queries share."""
+        return self._shared.plain(pixels)
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """What all tasks share of images: the input of the first adapted block, `[n, tokens, dim]`."""
+        return self._shared.tokens(pixels)
+
+    def block_of_tokens(self, pixels: Tensor, start: int) -> Tensor:
+        """The `tokens` of the `BLOCK` images from `start` on; within `sharing`, queries use the same."""
+        return self._shared.block(pixels, start)
+
+    @property
+    def _shared(self) -> SharedInference:
+        """The inference of a transformer, which alone has blocks below the adapted ones."""
+        assert isinstance(self._inference, SharedInference)
+        return self._inference
 
     def _averaged(self, task: int, views: list[Tensor]) -> Outputs:
         """One task's outputs, averaged over all views: features over those without rotation, logits over all."""
@@ -327,7 +355,7 @@ class Bank:
         head = torch.empty(outputs, dim).uniform_(-bound, bound, generator=generator)
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = self.protection.initial(self.adapters, generator)
-        model = TaskModel(own, embedding, self.encoder.new_norms(), head, bias)
+        model = TaskModel(own, embedding, self.encoder.new_norms(self.below), head, bias)
         model.rotation_classes = rotation_classes
         return model.to(self.compute.device)
 
@@ -403,16 +431,66 @@ class PerTaskInference(BankInference):
         return [self._features(own, bank.tasks[q.task].norms, *bank.weights(q.task)) for own, q in pairs]
 
 
+class SharedTokens:
+    """Tokens of a tensor of images, block by block: kept for further queries, as long as there is room."""
+
+    def __init__(self, pixels: Tensor) -> None:
+        self.pixels = pixels
+        self.blocks: dict[int, Tensor] = {}
+
+    def keep(self, start: int, tokens: Tensor) -> None:
+        """Keep the tokens of the block of images that begins at `start`."""
+        if (len(self.blocks) + 1) * tokens.nbytes <= MOST_SHARED:
+            self.blocks[start] = tokens
+
+
 class SharedInference(BankInference):
-    """Patch tokens once per image, then passes over pairs of images and tasks."""
+    """Tokens below the adapted blocks once per image, then passes over pairs of images and tasks."""
+
+    _shared: SharedTokens | None = None
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank)
         self.encoder, self.dtype = encoder, bank.compute.dtype
         self._tokens = Inference(self._embed, bank.compute, bank.normalise)
 
+    @abstractmethod
     def _embed(self, images: Tensor) -> Tensor:
-        return self.encoder.tokens(images, self.dtype)
+        """Tokens of normalised images."""
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """The input of the first adapted block, `[n, tokens, dim]`."""
+        return self._tokens(pixels)
+
+    @contextmanager
+    def sharing(self, pixels: Tensor) -> Iterator[None]:
+        """A context in which the tokens of these images are computed once; within another for them, no new one."""
+        before = self._shared
+        if before is None or before.pixels is not pixels:
+            self._shared = SharedTokens(pixels)
+        try:
+            yield
+        finally:
+            self._shared = before
+
+    def block(self, pixels: Tensor, start: int) -> Tensor:
+        """Tokens of the block of images that begins at `start`."""
+        shared = self._shared
+        if shared is None or shared.pixels is not pixels:
+            return self.tokens(pixels[start : start + BLOCK])
+        if (known := shared.blocks.get(start)) is not None:
+            return known
+        tokens = self.tokens(pixels[start : start + BLOCK])
+        if self.bank.compute.room_for(tokens.nbytes):
+            shared.keep(start, tokens)
+        return tokens
+
+    @torch.no_grad()
+    def plain(self, pixels: Tensor) -> Tensor:
+        """The encoder's own features, block after block of images."""
+        empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
+        starts = range(0, len(pixels), BLOCK)
+        return torch.cat([empty, *(self.run_plain(self.block(pixels, start)) for start in starts)])
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, queries: Sequence[Query]) -> list[Tensor]:
@@ -420,11 +498,10 @@ class SharedInference(BankInference):
         empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
         found: list[list[Tensor]] = [[empty] for _ in queries]
         for start in range(0, len(pixels), BLOCK):
-            block = pixels[start : start + BLOCK]
-            parts = list(_query_parts(queries, start, len(block)))
+            parts = list(_query_parts(queries, start, min(BLOCK, len(pixels) - start)))
             if not parts:
                 continue
-            tokens = self._tokens(block)
+            tokens = self.block(pixels, start)
             for together in self.batches(parts, tokens.shape[1]):
                 features = self.run(tokens, together)
                 for part, rows in zip(together, features.split([len(p.rows) for p in together]), strict=True):
@@ -439,6 +516,10 @@ class SharedInference(BankInference):
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
         """Features of one pass, the rows of all parts concatenated."""
 
+    @abstractmethod
+    def run_plain(self, tokens: Tensor) -> Tensor:
+        """The encoder's own features of a block of images."""
+
 
 class CPUInference(SharedInference):
     """Inference on a CPU, with transposed weights and without the units that a task's mask closes."""
@@ -448,16 +529,36 @@ class CPUInference(SharedInference):
         self._trunk: TransposedTrunk | None = None
         self._tasks: dict[int, tuple[ModelVersion, TransposedTask]] = {}
 
+    @property
+    def trunk(self) -> TransposedTrunk:
+        """The transposed trunk, made on demand: it needs as much memory as the encoder."""
+        if self._trunk is None:
+            self._trunk = TransposedTrunk(self.encoder, self.bank.below)
+        return self._trunk
+
+    def _embed(self, images: Tensor) -> Tensor:
+        return self.encoder.tokens(images, self.dtype)
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """Patches, then the blocks below, as many rows at a time as keep all threads busy."""
+        embedded = super().tokens(pixels)
+        if not self.bank.below or not len(embedded):
+            return embedded
+        return torch.cat([self.trunk.shared(rows) for rows in embedded.split(_rows(embedded.shape[1]))])
+
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
         """As many rows as keep all threads busy."""
-        return _grouped(parts, max(TOKENS // tokens, 1))
+        return _grouped(parts, _rows(tokens))
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
         """A pass through the transposed trunk."""
-        if self._trunk is None:  # on demand: it needs as much memory as the encoder
-            self._trunk = TransposedTrunk(self.encoder)
         rows = torch.cat([part.rows for part in parts])
-        return self._trunk(tokens[rows], [Part(self._task(part.task), len(part.rows)) for part in parts])
+        return self.trunk(tokens[rows], [Part(self._task(part.task), len(part.rows)) for part in parts])
+
+    def run_plain(self, tokens: Tensor) -> Tensor:
+        """Passes without adapters."""
+        parts = tokens.split(_rows(tokens.shape[1]))
+        return torch.cat([self.trunk(rows.clone(), [Part(self.trunk.upper, len(rows))]) for rows in parts])
 
     def _task(self, task: int) -> TransposedTask:
         version = ModelVersion(self.bank, [task])
@@ -474,7 +575,11 @@ class RowInference(SharedInference):
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
         self._features = CapturedFunction(self._forward, bank.compute)
+        self._plain = CapturedFunction(partial(encoder.plain_from, below=bank.below), bank.compute)
         self._stacked: tuple[ModelVersion, Tensor, Tensor] | None = None
+
+    def _embed(self, images: Tensor) -> Tensor:
+        return self.encoder.tokens(images, self.dtype, self.bank.below)
 
     def _forward(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
         """Norms with an axis of rows are followed by masks and shared weights, others by a task's own weights."""
@@ -510,6 +615,12 @@ class RowInference(SharedInference):
             given = bank.tasks[parts[0].task].norms, *bank.weights(parts[0].task)
         return self._features(tokens[images], *given)[:count]
 
+    def run_plain(self, tokens: Tensor) -> Tensor:
+        """One replay; the pass is filled up with the first image."""
+        count = len(tokens)
+        size = BLOCK if uses_cuda_graphs(tokens.device) else count
+        return self._plain(torch.cat([tokens, tokens[:1].expand(size - count, -1, -1)]))[:count]
+
     def _stacks(self) -> tuple[Tensor, Tensor]:
         """Norms and masks of all tasks, `[tasks, ...]`."""
         version = ModelVersion(self.bank, range(len(self.bank.tasks)))
@@ -518,6 +629,11 @@ class RowInference(SharedInference):
             norms = torch.stack([model.norms for model in self.bank.tasks])
             self._stacked = version, norms, torch.stack([mask for mask in masks if mask is not None])
         return self._stacked[1:]
+
+
+def _rows(tokens: int) -> int:
+    """Images of a pass on a CPU, given the number of tokens of each."""
+    return max(TOKENS // tokens, 1)
 
 
 def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[QueryPart]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -176,6 +177,12 @@ class BankMethod(Method):
 
     # Learning
 
+    @contextmanager
+    def learning(self, task: Task, callback: Callback, held: Samples | None = None) -> Iterator[Samples]:
+        """The context of `Method`; training, and all that is computed on the same images then, share their tokens."""
+        with super().learning(task, callback, held) as samples, self.bank.sharing(samples.pixels):
+            yield samples
+
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train the task's model, then call `conclude`."""
         run_jobs([self.training_job(task, samples, callback)])
@@ -214,6 +221,11 @@ class BankMethod(Method):
         """Features of images under one task's model."""
         return self.bank.outputs(pixels, task).features
 
+    @cached_property
+    def encoder_features(self) -> Callable[[Tensor], Tensor]:
+        """The frozen encoder's own features; blocks below the adapted ones are computed with those of queries."""
+        return self.bank.encoder_features if self.bank.below else super().encoder_features
+
     def query(self, pixels: Tensor, queries: Sequence[Query]) -> list[Outputs]:
         """Features and logits of some tasks, each for the images it is queried with."""
         return self.bank.query(pixels, queries)
@@ -230,7 +242,8 @@ class BankMethod(Method):
 
     def forward(self, pixels: Tensor, want: Collection[str] = (), before: ForwardPass | None = None) -> ForwardPass:
         """Every task's features and logits, and the method's `common_features`."""
-        return ForwardPass(self.outputs(pixels, self._reusable(before)), self._common(pixels, before), by=self)
+        with self.bank.sharing(pixels):
+            return ForwardPass(self.outputs(pixels, self._reusable(before)), self._common(pixels, before), by=self)
 
     def _common(self, pixels: Tensor, before: ForwardPass | None) -> Tensor | None:
         """The `common_features`, reused from an earlier pass of this method."""
@@ -271,7 +284,8 @@ class BankMethod(Method):
 
     def hold_out(self, held: Samples) -> None:
         """Keep the features of the newest task's held-out images."""
-        self._extend_held_out(len(self.bank.tasks) - 1, held)
+        with self.bank.sharing(held.pixels):
+            self._extend_held_out(len(self.bank.tasks) - 1, held)
 
     def _extend_held_out(self, task: int, held: Samples) -> None:
         features, before = self.bank.outputs(held.pixels, task).features, self.held_[task]

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tpl.config import Config, option
 from tpl.errors import TplError
-from tpl.nets import Adapters, AdapterStack, Trainable, Weights
+from tpl.nets import Adapters, AdapterStack, Encoder, Trainable, Weights
 
 SPREAD = 0.01  # of the initial scores: at the adapters' learning rates, ranks then change within an epoch
 EMBEDDING_BOUND = 6.0  # after every step HAT's embedding is clamped to +-6
 COSH_BOUND = 50.0  # cosh(50) still fits float32
+ALL_BLOCKS = "all"
 
 Scale = float | Tensor
 
@@ -36,6 +37,12 @@ class ProtectConfig(Config):
         minimum=1,
         group="encoder",
         maximum=2048,
+    )
+    adapted_blocks: int | str = option(
+        ALL_BLOCKS,
+        "blocks of the encoder that have adapters and norms of a task: all (paper), or this many of the last; those "
+        "below are computed once per image, for all tasks and epochs",
+        group="encoder",
     )
     protect: str = option(
         "hat",
@@ -61,8 +68,14 @@ class ProtectConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adapted_blocks != ALL_BLOCKS and not (isinstance(self.adapted_blocks, int) and self.adapted_blocks > 0):
+            raise TplError(f"adapted_blocks must be all or a number of blocks above 0; got '{self.adapted_blocks}'.")
         if self.supermask > 1:
             raise TplError(f"supermask is a share of the weights, at most 1; got {self.supermask}.")
+
+    def blocks_below(self, encoder: Encoder) -> int:
+        """Number of the encoder's first blocks that no task changes."""
+        return encoder.blocks_below(self.adapted_blocks) if isinstance(self.adapted_blocks, int) else 0
 
 
 class Masked(NamedTuple):

@@ -4,10 +4,14 @@ A frozen trunk is shared, so runs that differ only in class order or seed can be
 adapters, norms, masks and heads are stacked along a first axis, each network has its own part of the batch, and one
 optimiser updates them all. The networks do not influence each other. Networks without such a trunk are trained one
 after the other.
+
+Blocks below those that tasks adapt give an image the same tokens in every epoch. They are computed once, and training
+runs on the tokens instead of the images, where they fit into memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.engine import (
+    BLOCK,
     IGNORED,
     Batches,
     Callback,
@@ -26,10 +31,13 @@ from tpl.engine import (
     RotationClasses,
     Samples,
     batches_of_images,
+    current,
+    host_has_room_for,
     train,
 )
 from tpl.methods.bank.bank import Bank, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
+from tpl.nets import as_vit
 
 
 @dataclass(frozen=True)
@@ -111,11 +119,12 @@ def to_all(callbacks: Sequence[Callback]) -> Callback:
 
 
 def _train_together(jobs: list[TrainingJob]) -> None:
-    recipe = jobs[0].recipe
+    started, recipe = time.perf_counter(), jobs[0].recipe
     for job in jobs:
         job.bank.warn_if_full(job.callback)
     models = [_new_task(job) for job in jobs]
-    objective = BankObjective([job.bank for job in jobs], models, recipe.batch_size)
+    on_tokens = with_tokens(jobs)
+    objective = BankObjective([job.bank for job in jobs], models, recipe.batch_size, on_tokens=on_tokens is not None)
     optimiser = recipe.optimiser(objective.parameters())
     objective.protect(optimiser)
     networks = [
@@ -127,16 +136,76 @@ def _train_together(jobs: list[TrainingJob]) -> None:
             job.bank.encoder.batch_norms,
             job.rotations,
         )
-        for job, technique in zip(jobs, objective.techniques, strict=True)
+        for job, technique in zip(on_tokens or jobs, objective.techniques, strict=True)
     ]
     callbacks = [job.callback for job in jobs]
-    train(objective, optimiser, networks, recipe, jobs[0].bank.normalise, callbacks)
+    normalise = jobs[0].bank.normalise if on_tokens is None else unchanged
+    train(objective, optimiser, networks, recipe, normalise, callbacks, started)
     objective.hand_back()
     for job, model, technique, batches in zip(jobs, models, objective.techniques, networks, strict=True):
         _estimate_batch_norms(job.bank, model, batches)
         job.bank.add(model)
         _finish(job, technique)
         job.callback(Event("capacity", job.bank.capacity()))
+
+
+# Tokens instead of images
+
+
+def with_tokens(jobs: Sequence[TrainingJob]) -> list[TrainingJob] | None:
+    """The jobs with tokens in the place of images; None where these would not fit, differ from epoch to epoch, or cost
+    more than they save.
+
+    Of new images they are on the device or, if that is full, in the computer's memory; of replayed ones on the device.
+    """
+    first = jobs[0]
+    bank, recipe = first.bank, first.recipe
+    flipped = recipe.augment == "flip"
+    changing = recipe.augment == "crop" or first.rotation_classes or bank.technique.mixed is not Technique.mixed
+    # Each of several processes would compute all tokens, and use its share.
+    if not bank.below or changing or recipe.epochs <= 1 + flipped or not current().alone:
+        return None
+    each = (1 + flipped) * bank.tokens(first.samples.pixels[:1]).nbytes
+    new = each * sum(len(job.samples) for job in jobs)
+    replayed = each * sum(len(job.replay) for job in jobs if job.replay is not None)
+    device = bank.compute.device
+    if bank.compute.room_for(new + replayed):
+        place = device
+    elif bank.compute.room_for(replayed) and host_has_room_for(new):
+        place = torch.device("cpu")
+    else:
+        return None
+    return [
+        replace(
+            job,
+            samples=_tokens_of(job.bank, job.samples, flipped, place),
+            replay=job.replay and _tokens_of(job.bank, job.replay, flipped, device),
+        )
+        for job in jobs
+    ]
+
+
+def _tokens_of(bank: Bank, samples: Samples, flipped: bool, place: torch.device) -> Samples:
+    """Samples with tokens instead of images, and those of flipped images behind them if `flipped`."""
+    found: Tensor | None = None
+    row = 0
+    for side in (False, True)[: 1 + flipped]:
+        for start in range(0, len(samples), BLOCK):
+            if side:
+                tokens = bank.tokens(samples.pixels[start : start + BLOCK].flip(-1))
+            else:
+                tokens = bank.block_of_tokens(samples.pixels, start)
+            if found is None:
+                shape = (1 + flipped) * len(samples), *tokens.shape[1:]
+                found = torch.empty(shape, dtype=tokens.dtype, device=place)
+            found[row : row + len(tokens)] = tokens
+            row += len(tokens)
+    return samples if found is None else Samples(found, samples.labels, flipped)
+
+
+def unchanged(tokens: Tensor) -> Tensor:
+    """The tokens as they are: the normalisation of images is behind them."""
+    return tokens
 
 
 def _new_task(job: TrainingJob) -> TaskModel:
@@ -170,8 +239,10 @@ class BankObjective:
     It holds one task of every bank, stacked along a first axis, until `hand_back` copies them to their banks.
     """
 
-    def __init__(self, banks: Sequence[Bank], models: Sequence[TaskModel], batch_size: int) -> None:
-        self.banks, self.models = banks, models
+    def __init__(
+        self, banks: Sequence[Bank], models: Sequence[TaskModel], batch_size: int, on_tokens: bool = False
+    ) -> None:
+        self.banks, self.models, self.on_tokens = banks, models, on_tokens
         self.encoder, self.protection, self.dtype = banks[0].encoder, banks[0].protection, banks[0].compute.dtype
         weights = zip(*(bank.adapters.weights for bank in banks), strict=True)
         self.adapters = banks[0].adapters.stack(
@@ -202,7 +273,7 @@ class BankObjective:
                 optimiser.gate(weights, gate.detach())
 
     def losses(self, images: Tensor, labels: Tensor, progress: Tensor, draws: Tensor) -> Tensor:
-        """Every network's loss on its part of the batch."""
+        """Every network's loss on its part of the batch of images, or of tokens in their place."""
         masked, mask = self.protection.masked(self.adapters, self.embedding, progress)
         weights, norms = tuple(masked), self.norms
         if len(self.models) == 1:  # matrix products are faster without the first axis
@@ -210,9 +281,18 @@ class BankObjective:
         plain = type(self.techniques[0]) is Technique
         if not plain:
             images = self._mixed(images, labels, draws)
-        z = self.encoder(images, norms, weights, dtype=self.dtype, learning=True).unflatten(0, labels.shape)
+        z = self._features(images, norms, weights).unflatten(0, labels.shape)
         losses = self._entropies(z, labels) if plain else self._technique_losses(z, labels, draws)
         return losses + self.protection.penalty(mask, self.used)
+
+    def _features(self, images: Tensor, norms: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        if self.on_tokens:
+            encoder = as_vit(self.encoder)
+            # On a GPU, kernels for so few rows may round differently from run to run.
+            run = encoder.class_token_from if images.device.type == "cpu" else encoder.from_tokens
+            return run(images, norms, weights)
+        features: Tensor = self.encoder(images, norms, weights, dtype=self.dtype, learning=True)
+        return features
 
     def _entropies(self, z: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of all networks at once."""
