@@ -213,7 +213,7 @@ def test_lessons_are_equal_if_all_that_goes_in_is(differ: str, family: Family, s
     elif differ == "used":
         bank.used = 1 - bank.used
     elif differ == "adapters":
-        bank.adapters = new("tpl").bank.adapters
+        bank.sets = new("tpl").bank.sets
     elif differ == "recipe":
         other = replace(other, recipe=other.recipe.replace(lr=0.1))
     assert job.equals(replace(other, bank=bank)) == (differ == "nothing")

@@ -40,7 +40,10 @@ def capacity_text(capacity: dict[str, float] | None) -> str:
     """How much of the network is in use, in words."""
     if capacity is None:
         return "unlimited: no task uses up units of the network"
-    return f"{percent(1 - capacity['units'])} of the units are free, {percent(capacity['frozen'])} of the weights fixed"
+    sets = int(capacity.get("sets", 1))
+    where = f"{sets} sets of adapters; in the newest " if sets > 1 else ""
+    free = f"{percent(1 - capacity['units'])} of the units are free, {percent(capacity['frozen'])} of the weights fixed"
+    return where + free
 
 
 def covariance_text(estimators: Sequence[str]) -> str:

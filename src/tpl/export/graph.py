@@ -72,7 +72,7 @@ def _adapters(method: TPL, bare: int) -> tuple[AdapterStack, Tensor | None]:
     shared = sets[0]
     found = [bank.protection.unit_mask(embedding) for embedding in embeddings]
     masks = [mask for mask in found if mask is not None]
-    if len(masks) == len(found) and not bank.joined:  # masks of units act on the units' activations
+    if len(masks) == len(found) and len(bank.sets) == 1:  # masks of units act on the units' activations
         return shared, torch.stack(masks + [torch.zeros_like(masks[0])] * bare)
     pairs = zip(sets, embeddings, strict=True)  # masks of weights, or adapters of several banks: a set for each
     own = [bank.protection.finished(each, embedding) for each, embedding in pairs]

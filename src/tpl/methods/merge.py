@@ -27,7 +27,13 @@ from tpl.methods.tpl import TPL
 from tpl.scores.distances import ClassStatistics
 
 # Two models may differ in options of training, and in how many task models are run.
-MAY_DIFFER = {f.name for f in fields(Recipe)} | {"memory", "sparsity", "mask_gradient", "random_features"}
+MAY_DIFFER = {f.name for f in fields(Recipe)} | {
+    "memory",
+    "sparsity",
+    "mask_gradient",
+    "random_features",
+    "grow_adapters",
+}
 MAY_DIFFER |= {"passes", "passes_mass"}  # the first model's hold
 # What an expert consists of: anything else in it could not be merged.
 PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view")

@@ -284,7 +284,7 @@ class TPLPlus(TPL):
 
     def _removed_features(self, pixels: Tensor, view: TaskModel) -> Tensor:
         """Features under the model of a task that was removed from the bank."""
-        weights = self.bank.protection.finished(self.bank.adapters.weights, view.embedding)
+        weights = self.bank.protection.finished(self.bank.adapters_of(view).weights, view.embedding)
         return self.adapted_features(pixels, view.norms, *weights)
 
     @property

@@ -117,7 +117,9 @@ class Stream:
             drawn = (number + 1 + rng.integers(0, max(len(self) - 1, 1), len(moved))) % len(self)
             early, numbers = np.flatnonzero(drawn <= number), [0, 0]
             tasks.append(replace(task, train=concatenate([kept, moved.select(early)], numbers)))
-            late += [(int(when), task.classes, moved.select(drawn == when)) for when in np.unique(drawn[drawn > number])]
+            late += [
+                (int(when), task.classes, moved.select(drawn == when)) for when in np.unique(drawn[drawn > number])
+            ]
         return Stream([replace(task, more=_joined(late, number)) for number, task in enumerate(tasks)])
 
     def once(self) -> Iterator[Task]:

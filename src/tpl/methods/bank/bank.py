@@ -36,12 +36,13 @@ from tpl.engine import (
     Inference,
     uses_cuda_graphs,
 )
-from tpl.methods.bank.protect import PROTECTIONS, ProtectConfig
+from tpl.methods.bank.protect import PROTECTIONS, WHEN_FULL, ProtectConfig
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
 TOKENS = 8192  # of a pass on a CPU: more is no faster, and with fewer two threads wait for each other too often
-NEARLY_FULL = 0.95
+NEARLY_FULL = 0.95  # share of weights that are frozen: a warning
+FULL = 0.9  # share of units in use: with `grow_adapters=when_full` the next task gets a further set of adapters
 MOST_SHARED = 2**30  # bytes of tokens kept for further queries with the same images
 
 
@@ -81,7 +82,7 @@ class TaskModel(nn.Module):
     """One task's own parameters; `embedding` is what the protection stores of its mask."""
 
     rotation_classes = False  # whether the last outputs are the classes rotated by 90, 180 and 270 degrees
-    adapter_set = 0  # which adapters it uses: 0 is those that the bank trains, others came with a bank that was joined
+    adapter_set = 0  # which of the bank's sets of adapters it uses
 
     def __init__(self, own: int, embedding: Tensor, norms: Tensor, head_weight: Tensor, head_bias: Tensor) -> None:
         super().__init__()
@@ -223,9 +224,10 @@ class Bank:
         self.technique = technique  # how heads are trained, and how logits are computed from them
         self.protection = PROTECTIONS[config.protect](config)
         self.below = config.blocks_below(encoder)  # blocks that no task changes, under the adapted ones
-        self.adapters: Trainable = encoder.new_adapters(config.latent, generator, self.below).to(compute.device)
+        # New tasks train one of these; the others are full, or came with a bank that was joined, and never change.
+        self.sets: list[Trainable] = [encoder.new_adapters(config.latent, generator, self.below).to(compute.device)]
+        self.trained_set = 0
         self.protection.prepare(self.adapters)
-        self.joined: list[Trainable] = []  # adapters of banks that were trained apart; never trained again
         self.tasks: list[TaskModel] = []
 
     def weights(self, task: int) -> Weights:
@@ -235,12 +237,36 @@ class Bank:
 
     def adapters_of(self, model: TaskModel) -> Trainable:
         """The adapters that a task's model uses."""
-        return self.joined[model.adapter_set - 1] if model.adapter_set else self.adapters
+        return self.sets[model.adapter_set]
+
+    @property
+    def adapters(self) -> Trainable:
+        """The adapters that new tasks train."""
+        return self.sets[self.trained_set]
+
+    def make_room(self, callback: Callback) -> None:
+        """Before a new task: if hardly any unit is free, start a further set of adapters, or warn.
+
+        The new set starts with the weights of the full one, which may all be trained again: earlier tasks keep theirs.
+        A task is run with its own set alone, so an answer costs the same however many sets there are.
+        """
+        full = self.capacity()
+        if self.config.grow_adapters == WHEN_FULL and full["units"] >= FULL:
+            self.sets.append(copy.deepcopy(self.adapters))
+            self.trained_set = len(self.sets) - 1
+            self.used = self.retired = None
+        elif full["frozen"] >= NEARLY_FULL:
+            text = (
+                f"{full['frozen']:.1%} of the shared weights belong to earlier tasks. A new task still gets its own "
+                "norms, mask and head, but hardly any free weights. A model with grow_adapters=when_full or a larger "
+                "latent size (a wider network, if it is trained from scratch) has more room."
+            )
+            callback(Event("warning", {"text": text}))
 
     def join(self, other: Bank) -> None:
         """Add the tasks of a bank that was trained apart, with its adapters: their features stay bit for bit."""
-        first = 1 + len(self.joined)
-        self.joined += [copy.deepcopy(each).to(self.compute.device) for each in (other.adapters, *other.joined)]
+        first = len(self.sets)
+        self.sets += [copy.deepcopy(each).to(self.compute.device) for each in other.sets]
         for model in other.tasks:
             added = copy.deepcopy(model)
             added.adapter_set = first + model.adapter_set
@@ -317,15 +343,21 @@ class Bank:
         with torch.no_grad():
             return self.technique.logits(features, *self.tasks[task].own_head(rotation)).to(features.dtype)
 
-    def restart(self, retired: Tensor | None) -> None:
-        """Remove all tasks; `retired` are units of tasks removed earlier, which stay in use."""
-        self.tasks, self.joined, self.used, self.retired = [], [], retired, retired
+    def restart(self, sets: Sequence[dict[str, Tensor]], trained: int, retired: Tensor | None) -> None:
+        """Remove all tasks and load the sets of adapters, of which new tasks train the set number `trained`.
+
+        `retired` are units of it that belong to tasks removed earlier: they stay in use.
+        """
+        self.sets = [self.sets[0], *(copy.deepcopy(self.sets[0]) for _ in sets[1:])]
+        for own, state in zip(self.sets, sets, strict=True):
+            own.load_state_dict(state)
+        self.tasks, self.trained_set, self.used, self.retired = [], trained, retired, retired
 
     def add(self, model: TaskModel) -> None:
         """Add a finished task: freeze its model and mark its units as used."""
         self.same_as = None
         self.tasks.append(model.requires_grad_(False).to(self.compute.device))
-        if not model.adapter_set:
+        if model.adapter_set == self.trained_set:
             self.used = _united(self.used, self.unit_mask(len(self.tasks) - 1))
 
     @torch.no_grad()
@@ -339,14 +371,18 @@ class Bank:
 
     def retire(self, task: int) -> None:
         """Remove a task. Its units stay in use, since other tasks may share them."""
-        if not self.tasks[task].adapter_set:
+        if self.tasks[task].adapter_set == self.trained_set:
             self.retired = _united(self.retired, self.unit_mask(task))
         self.same_as = None
         del self.tasks[task]
 
     def capacity(self) -> dict[str, float]:
-        """How full the network is: the share of units in use, and of shared weights that are frozen."""
-        return self.protection.capacity(self.adapters, self.used)
+        """How full the adapters in training are: shares of units in use and of weights that are frozen.
+
+        And the number of `sets` of adapters, where there are several.
+        """
+        sets = {"sets": float(len(self.sets))} if len(self.sets) > 1 else {}
+        return self.protection.capacity(self.adapters, self.used) | sets
 
     def new_task(self, own: int, outputs: int, generator: torch.Generator, rotation_classes: bool = False) -> TaskModel:
         """An untrained task with `outputs` head outputs: the first `own` its classes, the last for rotated ones."""
@@ -356,19 +392,8 @@ class Bank:
         bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)
         embedding = self.protection.initial(self.adapters, generator)
         model = TaskModel(own, embedding, self.encoder.new_norms(self.below), head, bias)
-        model.rotation_classes = rotation_classes
+        model.rotation_classes, model.adapter_set = rotation_classes, self.trained_set
         return model.to(self.compute.device)
-
-    def warn_if_full(self, callback: Callback) -> None:
-        """Emit a warning if hardly any weight is left to train."""
-        frozen = self.capacity()["frozen"]
-        if frozen >= NEARLY_FULL:
-            text = (
-                f"{frozen:.1%} of the shared weights belong to earlier tasks. A new task still gets its own norms, "
-                f"mask and head, but hardly any free weights; a model with a larger latent size (a wider network, if "
-                f"it is trained from scratch) has more room."
-            )
-            callback(Event("warning", {"text": text}))
 
 
 def within_tasks(outputs: list[Outputs]) -> Tensor:

@@ -12,12 +12,12 @@ class probabilities (`log_probabilities_of`), and a score for unknown images (`i
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from tpl.stream import Task
 
 ADAPTERS = "adapters."
 JOINED = "joined."
-ADAPTER_SET = "adapter_set"
+ADAPTER_SET, TRAINED_SET = "adapter_set", "trained_set"
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,7 @@ class BankMethod(Method):
         self, samples: Samples, replay: Samples | None, own: int, outputs: int, callback: Callback
     ) -> TrainingJob:
         """A job for the bank by this method's own recipe."""
+        self.bank.make_room(callback)
         training, rotations = self.generator("training"), self.config.rotation_classes
         return TrainingJob(self.bank, samples, replay, own, outputs, self.config, training, callback, rotations)
 
@@ -403,7 +404,7 @@ class BankMethod(Method):
 
     def state(self) -> State:
         """Adapters and the memory's features are shared; masks, norms, heads and statistics are a task's own."""
-        return self._state({k: v.detach() for k, v in self.bank.adapters.state_dict().items()}, self.shared_state())
+        return self._state(self.bank.adapters.state_dict(), self.shared_state())
 
     def snapshot(self) -> State:
         """The state with a copy of the adapters: training writes to them, all other tensors are only replaced.
@@ -417,13 +418,17 @@ class BankMethod(Method):
         return self.shared_state()
 
     def _state(self, adapters: dict[str, Tensor], more: dict[str, Tensor]) -> State:
-        shared = {ADAPTERS + k: v for k, v in adapters.items()}
+        """`adapters` are those of the set that new tasks train."""
+        shared: dict[str, Tensor] = {}
+        for number, each in enumerate(self.bank.sets):
+            tensors = adapters if number == self.bank.trained_set else each.state_dict()
+            shared |= {_prefix(number) + k: v.detach() for k, v in tensors.items()}
+        if self.bank.trained_set:
+            shared[TRAINED_SET] = torch.tensor(self.bank.trained_set)
         for t, outputs in enumerate(self.memory_outputs_):
             shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
             shared["retired"] = self.bank.retired
-        for place, adapters in enumerate(self.bank.joined):
-            shared |= {f"{JOINED}{place}.{k}": v.detach() for k, v in adapters.state_dict().items()}
         tasks = []
         for t, (model, held) in enumerate(zip(self.bank.tasks, self.held_, strict=True)):
             own = {k: v.detach() for k, v in model.state_dict().items()} | self.task_state(t)
@@ -437,11 +442,8 @@ class BankMethod(Method):
         device = self.compute.device
         shared = {k: v.to(device) for k, v in state.shared.items()}
         tasks = [{k: v.to(device) for k, v in own.items()} for own in state.tasks]
-        self.bank.adapters.load_state_dict(under_prefix(ADAPTERS, shared))
-        self.bank.restart(shared.get("retired"))
-        while joined := under_prefix(f"{JOINED}{len(self.bank.joined)}.", shared):
-            self.bank.joined.append(copy.deepcopy(self.bank.adapters))
-            self.bank.joined[-1].load_state_dict(joined)
+        sets = list(takewhile(bool, (under_prefix(_prefix(number), shared) for number in count())))
+        self.bank.restart(sets, int(shared.get(TRAINED_SET, 0)), shared.get("retired"))
         self.held_, self.memory_outputs_, self._held_scores = [], [], None
         for t, (own, classes) in enumerate(zip(tasks, self.task_classes_, strict=True)):
             model = TaskModel(len(classes), *(own[k] for k in ("embedding", "norms", "head_weight", "head_bias")))
@@ -453,6 +455,11 @@ class BankMethod(Method):
             self.held_.append(HeldOut(features, labels, own.get("held.common")))
             self.memory_outputs_.append(Outputs(*(shared[f"memory.{t}.{k}"] for k in ("features", "logits"))))
         self.load_own_state(shared, tasks)
+
+
+def _prefix(adapter_set: int) -> str:
+    """What the names of a set's tensors begin with in storage."""
+    return f"{JOINED}{adapter_set - 1}." if adapter_set else ADAPTERS
 
 
 def learn_together(

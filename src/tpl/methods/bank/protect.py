@@ -24,6 +24,8 @@ EMBEDDING_BOUND = 6.0  # after every step HAT's embedding is clamped to +-6
 COSH_BOUND = 50.0  # cosh(50) still fits float32
 ALL_BLOCKS = "all"
 
+NEVER, WHEN_FULL = "never", "when_full"
+
 Scale = float | Tensor
 
 
@@ -62,6 +64,12 @@ class ProtectConfig(Config):
         "autograd",
         "autograd with compensation, as published; analytic: its closed form",
         ("autograd", "analytic"),
+        group="masks",
+    )
+    grow_adapters: str = option(
+        NEVER,
+        "when_full: a further set of adapters, once 90 % of the units are in use; never: as in the paper",
+        (NEVER, WHEN_FULL),
         group="masks",
     )
     supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0, group="masks")

@@ -71,10 +71,10 @@ class TrainingJob:
     def kind(self) -> tuple[object, ...]:
         """Jobs of one kind have the same shapes and settings: they can be trained together."""
         replayed = self.replay is not None and len(self.replay) > 0
-        first = not self.bank.tasks
         bank = self.bank
+        free = bank.used is None  # all units may be trained
         network = bank.encoder.fingerprint, bank.config.part(ProtectConfig), bank.technique.name, bank.compute
-        return *network, first, len(self.samples), replayed, self.outputs, self.rotations, self.recipe.part(Recipe)
+        return *network, free, len(self.samples), replayed, self.outputs, self.rotations, self.recipe.part(Recipe)
 
     def equals(self, other: TrainingJob) -> bool:
         """Whether both jobs have the same inputs, and so would end with identical weights."""
@@ -120,8 +120,6 @@ def to_all(callbacks: Sequence[Callback]) -> Callback:
 
 def _train_together(jobs: list[TrainingJob]) -> None:
     started, recipe = time.perf_counter(), jobs[0].recipe
-    for job in jobs:
-        job.bank.warn_if_full(job.callback)
     models = [_new_task(job) for job in jobs]
     on_tokens = with_tokens(jobs)
     objective = BankObjective([job.bank for job in jobs], models, recipe.batch_size, on_tokens=on_tokens is not None)
