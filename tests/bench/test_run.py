@@ -445,7 +445,9 @@ def test_drift_of_old_features_is_measured_at_every_stage(whole: Whole) -> None:
 
 @pytest.mark.parametrize("method", ["tpl", "finetune"])
 def test_in_a_blurry_run_late_images_update_the_methods_that_can(method: str, tmp_path: Path) -> None:
-    spec = replace(SPEC, benchmark="digits-blurry", method=method, options=TRAINING if method == "finetune" else OPTIONS)
+    spec = replace(
+        SPEC, benchmark="digits-blurry", method=method, options=TRAINING if method == "finetune" else OPTIONS
+    )
     late = spec.stream()[1].more
     assert late is not None and 0 < len(late.train) < 40 and set(late.classes) <= {"0", "1"}
     result = execute(spec, tmp_path / "run")

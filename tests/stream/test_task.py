@@ -196,7 +196,7 @@ class TestBlurred:
     def test_a_share_of_every_class_arrives_elsewhere_and_nothing_is_lost(self) -> None:
         sharp = split(images([0, 1, 2, 3] * 20), None, NAMES[:4], 1)
         blurry = sharp.blurred(0.2, seed=0)
-        late = {name: 0 for name in NAMES[:4]}
+        late = dict.fromkeys(NAMES[:4], 0)
         for number, task in enumerate(blurry):
             earlier = {name for before in blurry[:number] for name in before.classes}
             if task.more is not None:

@@ -402,8 +402,8 @@ class BankMethod(Method):
         """`shared_state` for `snapshot`: in whatever form is there already."""
         return self.shared_state()
 
-    def _state(self, adapters: dict[str, Tensor], more: dict[str, Tensor]) -> State:
-        shared = {ADAPTERS + k: v for k, v in adapters.items()}
+    def _state(self, trained: dict[str, Tensor], more: dict[str, Tensor]) -> State:
+        shared = {ADAPTERS + k: v for k, v in trained.items()}
         for t, outputs in enumerate(self.memory_outputs_):
             shared[f"memory.{t}.features"], shared[f"memory.{t}.logits"] = outputs
         if self.bank.retired is not None:
