@@ -81,7 +81,7 @@ def test_a_stream_in_chunks_is_learned_task_by_task() -> None:
         if learner.outcome_:
             outcomes.append(learner.outcome_)
     assert outcomes[0] == {"0": "learned", "1": "learned"}
-    assert {"2": "learned", "3": "learned"}.items() <= {k: v for each in outcomes[1:] for k, v in each.items()}.items()
+    assert any(each.get("2") == each.get("3") == "learned" for each in outcomes[1:])
     assert any(each.get("0") == "updated" for each in outcomes[1:])
     learner.learn_waiting()
     assert not learner.waiting_.images
