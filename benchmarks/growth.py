@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,7 +68,7 @@ def main() -> None:
         for number in range(len(learner.tasks_) + 1, max(options.tasks) + 1):
             task = generated(number, options.images, "train")
             profile = cProfile.Profile() if number == options.profile else None
-            seconds.append(timed(lambda task=task: learner.learn(task), learner, profile))
+            seconds.append(timed(partial(learner.learn, task), learner, profile))
             saving = timed(lambda: learner.save(folder / "model"), learner)
             if number in options.tasks:
                 points.append({"tasks": number, "learn_s": round(statistics.median(seconds[-3:]), 4)})
@@ -206,14 +207,14 @@ def draw(points: list[dict[str, Any]], file: Path) -> None:
 
 
 def _stand_in_for_pydantic() -> None:
-    """Where pydantic is not installed, model.json is written and read unchecked: no time of interest is in its check."""
+    """Where pydantic is not installed, model.json is written and read unchecked, which takes hardly less time."""
     try:
         import pydantic  # noqa: F401
     except ImportError:
         module = ModuleType("pydantic")
         checked = type("BaseModel", (), {"__init_subclass__": classmethod(lambda cls, **_: None)})
         checked.model_validate = classmethod(lambda cls, content: content)  # type: ignore[attr-defined]
-        stand_ins = {"BaseModel": checked, "ConfigDict": dict, "FiniteFloat": float, "ValidationError": ValueError}
+        stand_ins: dict[str, Any] = {"BaseModel": checked, "ConfigDict": dict, "FiniteFloat": float, "ValidationError": ValueError}
         stand_ins |= {"Field": lambda *_, **__: None, "Strict": lambda: None}
         stand_ins |= {"model_validator": lambda **_: lambda function: function}
         vars(module).update(stand_ins)

@@ -2,8 +2,8 @@
 
 A class is a random mean and Gaussian noise around it. Two parts of tpl-plus are measured, each as large as T asks for:
 
-- `bank`: the vector form of TPL (`VectorTPL`), whose tasks are made without training: random masks, a head of class means,
-  the usual statistics. Then one more task is learned in earnest, and samples are answered by all task models;
+- `bank`: the vector form of TPL (`VectorTPL`), whose tasks are made without training: random masks, a head of class
+  means, the usual statistics. Then one more task is learned in earnest, and samples are answered by all task models;
 - `expert`: the ridge classifier on random features, which has seen every sample. It also chooses the task models that a
   sample is worth (`passes=auto`): how many, and how often the right one is among them.
 

@@ -38,9 +38,10 @@ from tpl.methods.merge import merge
 from tpl.migrate import current_options
 from tpl.nets import EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
-from tpl.store import ModelStore, State, StoreError
+from tpl.store import WAITING, ModelStore, State, StoreError
 from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
 from tpl.versions import about_version, kept_by
+from tpl.waiting import TASK_CLASSES, TASK_IMAGES, Waiting
 
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
@@ -79,6 +80,7 @@ class Learner:
         compute = choose_compute(device, precision, compile)
         self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
         self.outcome_: dict[str, str] = {}  # what the last `learn` or `update` did to each of its classes
+        self.waiting_ = Waiting(self.method)  # images that `observe` has taken, and that are not learned yet
         self._entries: list[TaskEntry] = []  # how each task was learned
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
@@ -138,9 +140,16 @@ class Learner:
         return probabilities
 
     def predict(self, images: Images) -> list[str]:
-        """The most probable class of every image."""
-        best = self.log_probabilities(images).argmax(dim=1)
-        return [self.classes_[i] for i in best.tolist()]
+        """The most probable class of every image; or the nearest of those that wait to be learned (`observe`)."""
+        if not self.waiting_.images:
+            best = self.log_probabilities(images).argmax(dim=1)
+            return [self.classes_[i] for i in best.tolist()]
+        found: list[str] = []
+        for pixels in self._pixels(images):
+            learned = self.method.answer(pixels).log_p.argmax(dim=1).tolist() if self.classes_ else [0] * len(pixels)
+            claims = self.waiting_.claims(pixels)
+            found += [self.classes_[i] if c is None else c for i, c in zip(learned, claims, strict=True)]
+        return found
 
     def task_proba(self, images: Images) -> NDArray[np.float64]:
         """P(task | image), one row per image, columns as in `tasks_`."""
@@ -312,6 +321,72 @@ class Learner:
         callback(Event("learned", {"task": task.name, "accuracy": None, "held_out": len(held)}))
         return self
 
+    def observe(
+        self,
+        images: Images,
+        labels: Sequence[str],
+        *,
+        task_classes: int = TASK_CLASSES,
+        task_images: int = TASK_IMAGES,
+        held_out: float = HELD_OUT,
+        callback: Callback = no_callback,
+    ) -> Self:
+        """Take a small chunk of a stream without task boundaries; `outcome_` says what was learned now, if anything.
+
+        Images wait until a task is worth learning: `task_classes` new classes with `task_images` images each, which are
+        then learned together. Images of known classes wait until there are `task_images` of them, and `update` the
+        model. Meanwhile `predict` gives an image to a waiting class if it is nearer to that class's mean, in the
+        encoder's features, than to the mean of any learned class in the memory.
+
+        If the model has a directory, it is saved whenever something is learned, and what waits is written there at
+        once: when the call has returned, a crash loses nothing.
+        """
+        if not self.method.encoder.pretrained:
+            raise TplError(
+                f"observe answers by features of a pre-trained encoder; '{self.method.encoder.name}' is none."
+            )
+        task = self._as_task(images, labels, None) if len(labels) else None
+        if task is not None:
+            check_stored_names("class", task.classes)
+            if not self.method.can_update and (known := [c for c in task.classes if c in self.classes_]):
+                raise TplError(
+                    f"Already learned: {', '.join(known)}. The method '{self.method.name}' cannot learn from more "
+                    "images of known classes."
+                )
+            self.waiting_.add(task)
+        taken = self.waiting_.ripe(task_classes, task_images)
+        self._write_waiting({name: self._images_of().get(name, 0) for name in taken})
+        self.outcome_ = {}
+        if not taken:
+            return self
+        ripe = self.waiting_.task(taken)
+        if set(taken) <= set(self.classes_):
+            self.update(ripe, callback=callback, held_out=held_out)
+        else:
+            self.learn(ripe, held_out=held_out, callback=callback)
+        self.waiting_.drop(taken)
+        if self._origin is not None:
+            self.save(self._origin[0])
+        return self
+
+    def learn_waiting(self, held_out: float = HELD_OUT, callback: Callback = no_callback) -> Self:
+        """Learn all that `observe` has taken, at the end of a stream or whenever it should be known well."""
+        return self.observe([], [], task_classes=1, task_images=1, held_out=held_out, callback=callback)
+
+    def _images_of(self) -> dict[str, int]:
+        """How many images the model has learned of every class, those held out among them."""
+        return {
+            name: images + held
+            for entry in self._task_entries()
+            for name, images, held in zip(entry.classes, entry.images, entry.held_out, strict=False)  # early: no counts
+        }
+
+    def _write_waiting(self, learning: dict[str, int]) -> None:
+        if self._origin is not None:
+            store = ModelStore(self._origin[0])
+            with store.existing():
+                store.write_waiting(self.waiting_.state(learning))
+
     def remove(self, name: str) -> Self:
         """Remove a class: its exemplars, mean, head row and held-out images; from disk with the next `save`.
 
@@ -322,6 +397,7 @@ class Learner:
         entries = [entry.without(name) for entry in self._task_entries()]
         self.method.remove(name)
         self._entries = [entry for entry in entries if entry.classes]
+        self.waiting_.drop([name])
         self._erases = True
         return self
 
@@ -330,6 +406,8 @@ class Learner:
         check_stored_names("class", [new])
         entries = [entry.renamed(old, new) for entry in self._task_entries()]
         self.method.rename(old, new)
+        if old in self.waiting_.images:
+            self.waiting_.images[new] = self.waiting_.images.pop(old)
         self._entries = entries
         return self
 
@@ -400,6 +478,8 @@ class Learner:
             store.commit(header, self.method.state(), memory, keep=0 if self._erases else keep)
             self._erases = False
             self._origin = store.path.resolve(), int(store.header()["commits"])
+            if self.waiting_.images or (store.path / WAITING).exists():
+                store.write_waiting(self.waiting_.state())
 
     @classmethod
     @contextmanager
@@ -434,6 +514,8 @@ class Learner:
         try:
             learner = cls._from_header(header, weights, device, precision, compile)
             learner._restore(header, state, memory)
+            if version is None and (waiting := store.read_waiting()):
+                learner.waiting_.load_state(waiting, learner._images_of())
         except (TplError, KeyboardInterrupt):
             raise
         except Exception as error:  # tensors of other names, shapes or types than the method's own, or too large ones

@@ -79,7 +79,7 @@ def border(features: Tensor, count: int, rest: Tensor) -> NDArray[np.int64]:
     if len(rest):
         others = F.normalize(rest.detach().double().cpu(), dim=1)
         own = own - torch.cdist(x, others).amin(dim=1)
-    return own.argsort(descending=True, stable=True)[:count].numpy()
+    return _largest(own, count)
 
 
 def leverage(features: Tensor, count: int, rest: Tensor) -> NDArray[np.int64]:
@@ -91,13 +91,18 @@ def leverage(features: Tensor, count: int, rest: Tensor) -> NDArray[np.int64]:
     gram = x.T @ x + others.T @ others
     gram.diagonal().add_(LEVERAGE_RIDGE * float(gram.diagonal().mean()))
     weight = (x * torch.linalg.solve(gram, x.T).T).sum(dim=1)
-    return weight.argsort(descending=True, stable=True)[:count].numpy()
+    return _largest(weight, count)
+
+
+def _largest(values: Tensor, count: int) -> NDArray[np.int64]:
+    ranking: NDArray[np.int64] = values.argsort(descending=True, stable=True)[:count].numpy()
+    return ranking
 
 
 LEVERAGE_RIDGE = 0.01
 
-# A feature policy ranks the best `count` images of one class by their features `[n, dim]`; some also look at `rest`, the
-# features of the other classes of the task.
+# A feature policy ranks the best `count` images of one class by their features `[n, dim]`; some also look at `rest`,
+# the features of the other classes of the task.
 FEATURE_POLICIES: dict[str, Callable[[Tensor, int, Tensor], NDArray[np.int64]]] = {
     "herding": lambda features, count, rest: herding(features, count),
     "k-centres": lambda features, count, rest: k_centres(features, count),

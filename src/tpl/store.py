@@ -8,6 +8,7 @@
     tasks/001/shared-1.safetensors  so that versions share those that have not changed
     tasks/001/memory.safetensors    the replay memory, as of this commit
     versions/1.json                 model.json of an older version that is kept
+    waiting.bin                     images that wait to be learned (`Learner.observe`), if there are any
 
 A commit writes a new folder under a temporary name, renames it, and then replaces `model.json`: this is the moment at
 which the new model exists. If anything fails before, the old model stays as it was. Files that neither the new one nor
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs
 
     Tensors = dict[str, Tensor]
 
+WAITING = "waiting.bin"  # images that wait to be learned: a sha256 of 32 bytes, then a safetensors file
 SCHEMA = 3
 READABLE = (1, 2, 3)  # schema 2 had no versions; schema 1 no checksums either, and of a task only its classes
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
@@ -411,6 +413,39 @@ class ModelStore:
             return False
         given = {k: v.detach().cpu() for k, v in tensors.items()}
         return all(stored[k].dtype == v.dtype and torch.equal(stored[k], v) for k, v in given.items())
+
+    def write_waiting(self, tensors: Tensors) -> None:
+        """Replace the images that wait to be learned, in one atomic step; none: remove them."""
+        from safetensors.torch import save
+
+        self._refuse_links(WAITING)
+        try:
+            if tensors:
+                content = save(_checked(_on_cpu(tensors)))
+                replace_atomically(self.path / WAITING, hashlib.sha256(content).digest() + content)
+            else:
+                (self.path / WAITING).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.path / WAITING} cannot be written ({_reason(error)}).") from error
+
+    def read_waiting(self) -> Tensors:
+        """The images that wait to be learned, checked against their checksum; {} for none."""
+        from safetensors.torch import load
+
+        try:
+            content = self._content(WAITING)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise StoreError(f"{self.path / WAITING} cannot be read ({_reason(error)}).") from error
+        try:
+            if hashlib.sha256(content[32:]).digest() != content[:32]:
+                raise ValueError("its sha256 is not the one at its beginning")
+            return _checked({name: tensor.clone() for name, tensor in load(content[32:]).items()})
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise StoreError(
+                f"{self.path / WAITING} is damaged ({error}). Delete it to go on without the images that wait."
+            ) from error
 
     def files(self) -> set[str]:
         """The files of the model and of all older versions that are kept, other than `model.json`."""

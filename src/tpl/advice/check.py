@@ -19,7 +19,7 @@ from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
-# Of `same_classes`, on digits with 10 images or more of both: .29 to .7 for one class in two parts, at most .15 for two.
+# Of `same_classes`; digits, 10 images or more of both: .29 to .7 for one class in two parts, at most .15 for two.
 ONE_CLASS, FEWEST = 0.3, 5  # the smallest share, and images of both
 
 

@@ -388,8 +388,8 @@ def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, 
     alike = same_classes(found, list(new.class_names), Reference(stored, method.memory.labels, learner.classes_))
     for pair in alike:
         warn(
-            f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are taken "
-            "for the other. If they are one class, `tpl undo` this and give it the known name."
+            f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are "
+            "taken for the other. If they are one class, `tpl undo` this and give it the known name."
         )
     for group in names_alike(new.class_names, learner.classes_):
         warn(f"{' and '.join(map(repr, group))} are almost the same name; each is a class of its own.")

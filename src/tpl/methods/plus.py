@@ -337,11 +337,12 @@ class TPLPlus(TPL):
         queried = self.tasks_to_query(self.expert_log_probabilities(common))
         views, none = self._view_tasks, common.new_zeros(0, self.encoder.dim)
         outputs = [Outputs(none, none.new_zeros(0, model.own)) for model in self.bank.tasks]
-        queries = [Query(t, rows) for t, rows in _rows_of_tasks(queried.cpu())]
-        for task, rows in queries:
+        queries = []
+        for task, rows in _rows_of_tasks(queried.cpu()):
             if task in views:
                 outputs[task] = self._from_common(common[rows.to(common.device)], task)
-        queries = [query for query in queries if query.task not in views]
+            else:
+                queries.append(Query(task, rows))
         for (task, _), found in zip(queries, self.query(pixels, queries) if queries else [], strict=True):
             outputs[task] = found
         return ForwardPass(outputs, common, queried, by=self)

@@ -110,16 +110,16 @@ class Stream:
         for it, so they are part of it here; those that come after it are `more` of the task they come with. Which
         images these are depends on the seed, the class's name and its own images only.
         """
+        if len(self) < 2:
+            return self
         tasks, late = [], []
         for number, task in enumerate(self._tasks):
             kept, moved = hold_out(task, share, [seed, len(self)], smallest=2)
             rng = np.random.default_rng([seed, len(self), number])
-            drawn = (number + 1 + rng.integers(0, max(len(self) - 1, 1), len(moved))) % len(self)
-            early, numbers = np.flatnonzero(drawn <= number), [0, 0]
-            tasks.append(replace(task, train=concatenate([kept, moved.select(early)], numbers)))
-            late += [
-                (int(when), task.classes, moved.select(drawn == when)) for when in np.unique(drawn[drawn > number])
-            ]
+            drawn = (number + 1 + rng.integers(0, len(self) - 1, len(moved))) % len(self)
+            tasks.append(replace(task, train=concatenate([kept, moved.select(drawn < number)], [0, 0])))
+            later = np.unique(drawn[drawn >= number])
+            late += [(int(when), task.classes, moved.select(drawn == when)) for when in later]
         return Stream([replace(task, more=_joined(late, number)) for number, task in enumerate(tasks)])
 
     def once(self) -> Iterator[Task]:

@@ -419,7 +419,7 @@ class ModelVersion:
         models = [bank.tasks[task] for task in tasks]
         shared = {model.adapter_set: bank.adapters_of(model).weights for model in models}
         # Kept alive, so that no other tensor gets their address.
-        self.tensors = [part for model in models for part in (model.embedding, model.norms)]
+        self.tensors: list[Tensor] = [part for model in models for part in (model.embedding, model.norms)]
         self.tensors += [part for weights in shared.values() for part in weights]
         self.state = [(id(t), t.data_ptr(), t._version) for t in self.tensors]
 

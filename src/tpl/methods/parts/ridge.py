@@ -30,6 +30,7 @@ SMALLEST_REST = 1e-6  # lower bound of 1 - h_i, for a sample that nearly determi
 HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
+MOST_CELLS = 8_000_000  # samples times classes that temperatures are compared on
 STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
 # Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond.md.
 MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
@@ -232,7 +233,12 @@ class RandomRidge:
         return Trial(float((predicted - target).square().mean()), *self._fit_temperature(predicted, y), weights)
 
     def _fit_temperature(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        """Every sample's cross-entropy at the temperature with the smallest mean, and that temperature."""
+        """Every sample's cross-entropy at the temperature with the smallest mean, and that temperature.
+
+        With thousands of classes, of every few samples one: a temperature takes a pass over all classes of each.
+        """
+        step = -(-predicted.numel() // MOST_CELLS) or 1
+        predicted, y = predicted[::step], y[::step]
 
         def least(temperatures: tuple[float, ...]) -> tuple[Tensor, int]:
             found = [F.cross_entropy(self._logits(predicted, t), y, reduction="none") for t in temperatures]
