@@ -115,6 +115,29 @@ def test_the_file_answers_as_the_model(file: Path, learner: Learner, place: Path
     assert_same(file, learner, images(place, batch))
 
 
+def test_blocks_below_the_adapted_ones_are_in_the_file_once(place: Path, tmp_path: Path) -> None:
+    learner = taught(
+        place,
+        "tpl-plus",
+        "two",
+        ["pets", "birds"],
+        epochs=1,
+        random_features=32,
+        adapted_blocks=1,
+        expert_views="first",
+    )
+    export_onnx(learner, tmp_path / "model.onnx")
+    assert_same(tmp_path / "model.onnx", learner, images(place, 5))
+    pixels = learner.prepare(images(place, 5))
+    graph = AnswerGraph(learner.method)  # type: ignore[arg-type]
+    rows: list[int] = []
+    first, last = graph.trunk.encoder.vit.blocks
+    for block in (first.mlp, last.mlp):
+        block.register_forward_hook(lambda module, given, found: rows.append(len(given[0])))
+    graph(pixels)
+    assert rows == [5, 3 * 5]  # two tasks and the encoder's own features
+
+
 def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, tmp_path: Path) -> None:
     """The other choice wherever the default model above has one; some tasks are not asked, the first one is gone."""
     choices = {"protect": "supsup", "calibration": "shift", "compose": "and", "logit_score": "ebo", "out_of_task": "md"}

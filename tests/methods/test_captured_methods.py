@@ -21,14 +21,25 @@ OPTIONS: dict[str, Any] = {"latent": 8, "epochs": 3, "batch_size": 10, "lr": 0.0
 
 CASES = [(method, "compact") for method in sorted(load_methods())]
 CASES += [(name, "resnet18:8") for name, method in sorted(load_methods().items()) if method.from_scratch]
+LAST_BLOCKS = ("tpl", "tpl-plus", "hat", "supsup")  # also trained on tokens that are computed once
+
+
+@pytest.fixture(params=[None, 2])
+def adapted(request: pytest.FixtureRequest, method: str, encoder: str) -> dict[str, Any]:
+    """Adapters in all blocks, or in the last two."""
+    if request.param is None:
+        return {}
+    if method not in LAST_BLOCKS or encoder != "compact":
+        pytest.skip("as with all blocks")
+    return {"adapted_blocks": request.param}
 
 
 @pytest.mark.parametrize(("method", "encoder"), CASES)
 def test_captured_steps_are_plain_steps(
-    method: str, encoder: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+    method: str, encoder: str, adapted: dict[str, Any], small_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two plain runs differ as well
-    options = known_to(method, OPTIONS)
+    options = known_to(method, OPTIONS) | adapted
     answers = []
     for captured in (True, False):
         if not captured:  # (the package's `train` is the function, so the module is asked for by name)
