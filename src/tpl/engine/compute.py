@@ -30,6 +30,7 @@ SHARE_FOR_IMAGES = 0.4  # of the free memory of a GPU, or of the computer
 GRAPH_DEVICES = {"cuda"}  # types of devices that have CUDA graphs
 BLOCK = 256  # images of one pass
 MEMORY_INFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+WAIT = 0.2  # seconds between two looks at whether a thread is done
 QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
 
 
@@ -79,7 +80,7 @@ def free_host_memory() -> int:
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 2**32
     if MEMORY_INFO.exists():
         fields = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
-        free = 1024 * int(fields["MemAvailable"].split()[0])
+        free = 1024 * int((fields.get("MemAvailable") or fields["MemFree"]).split()[0])
     if CONTROL_GROUP.joinpath("memory.max").exists():
         limit, used = (CONTROL_GROUP.joinpath(f"memory.{name}").read_text().strip() for name in ("max", "current"))
         free = free if limit == "max" else min(free, int(limit) - int(used))
@@ -140,25 +141,31 @@ def without_denormals(work: Callable[[threading.Event], None]) -> None:
     The setting holds for a thread and for the threads it starts, so it is undone with the thread. An interrupt sets the
     event that `work` is given; it should then end.
     """
-    interrupted, failures = threading.Event(), list[BaseException]()
+    interrupted, done, failures = threading.Event(), threading.Event(), list[BaseException]()
 
     def run() -> None:
-        torch.set_flush_denormal(True)
         try:
-            work(interrupted)
+            torch.set_flush_denormal(True)
+            if not interrupted.is_set():
+                work(interrupted)
         except BaseException as error:  # an interrupt, too: it is raised where it is expected
             failures.append(error)
+        finally:
+            done.set()
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name="train")
     try:
         thread.start()
-        while thread.is_alive():
-            thread.join(0.2)  # an interrupt may have reached another thread: then it is noticed here, between two waits
+        # Not `join`: if that is interrupted, Python takes a thread for finished that is not. With a limit: the signal
+        # may have reached another thread, and is noticed between two waits.
+        while not done.wait(WAIT):
+            pass
     except BaseException:
         interrupted.set()
-        if thread.is_alive():
-            thread.join()
+        while not done.wait(WAIT) and thread.ident is not None:  # None: it was never started
+            pass
         raise
+    thread.join()
     if failures:
         raise failures[0]
 

@@ -356,10 +356,9 @@ def train(
 ) -> None:
     """Train all networks by the recipe; there is one callback for each network.
 
-    `started` is when the clock showed the beginning of what was prepared for it, to be counted as training.
-
-    The losses are read once an epoch: nothing inside an epoch waits for the device. Where several processes work on a
-    run, they share every batch (see `distributed`). On a CPU, training has a thread of its own.
+    `started` is when its preparation began, by `time.perf_counter`, if that counts as training. The losses are read
+    once an epoch: nothing inside an epoch waits for the device. Where several processes work on a run, they share every
+    batch (see `distributed`). On a CPU, training has a thread of its own.
     """
     work = partial(_train, objective, optimiser, networks, recipe, normalise, callbacks, started or time.perf_counter())
     if networks[0].new.labels.device.type == "cpu":

@@ -151,10 +151,10 @@ def _train_together(jobs: list[TrainingJob]) -> None:
 
 
 def with_tokens(jobs: Sequence[TrainingJob]) -> list[TrainingJob] | None:
-    """The jobs with tokens in the place of images; None where these would not fit, differ from epoch to epoch, or cost
-    more than they save.
+    """The jobs with tokens in the place of images; None if training should run on images.
 
-    Of new images they are on the device or, if that is full, in the computer's memory; of replayed ones on the device.
+    So it should where tokens do not fit into memory, differ from epoch to epoch, or cost more than they save. Those of
+    new images are on the device or, if that is full, in the computer's memory; those of replayed ones on the device.
     """
     first = jobs[0]
     bank, recipe = first.bank, first.recipe
