@@ -214,7 +214,12 @@ def _stand_in_for_pydantic() -> None:
         module = ModuleType("pydantic")
         checked = type("BaseModel", (), {"__init_subclass__": classmethod(lambda cls, **_: None)})
         checked.model_validate = classmethod(lambda cls, content: content)  # type: ignore[attr-defined]
-        stand_ins: dict[str, Any] = {"BaseModel": checked, "ConfigDict": dict, "FiniteFloat": float, "ValidationError": ValueError}
+        stand_ins: dict[str, Any] = {
+            "BaseModel": checked,
+            "ConfigDict": dict,
+            "FiniteFloat": float,
+            "ValidationError": ValueError,
+        }
         stand_ins |= {"Field": lambda *_, **__: None, "Strict": lambda: None}
         stand_ins |= {"model_validator": lambda **_: lambda function: function}
         vars(module).update(stand_ins)

@@ -328,10 +328,10 @@ class BankMethod(Method):
             raise TplError("Training ended with features that are not numbers: lower the learning rate (--lr).")
         return outputs
 
-    def remember(self, task: Task, features: Tensor) -> None:
+    def remember(self, task: Task, features: Tensor | None = None) -> None:
         """Store some images of a task that was just trained, and compute every task's outputs on the memory.
 
-        `features` are those of its training images, for a memory that chooses by them.
+        `features` are those of its training images, which a memory that chooses by features needs.
         """
         empty = torch.zeros(0, self.encoder.dim, device=self.compute.device)
         self.held_.append(HeldOut(empty, torch.zeros(0, dtype=torch.long, device=self.compute.device)))
