@@ -22,15 +22,16 @@ from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query
 from tpl.methods.base import Method
 from tpl.methods.parts.added_ridge import add_samples, add_sums, finish, same_features
+from tpl.methods.parts.closed_form import ClosedForm
+from tpl.methods.parts.closed_form import same_features as same_random_features
 from tpl.methods.plus import EXPERT, Balance, TPLPlus
 from tpl.methods.tpl import TPL
-from tpl.scores.distances import ClassStatistics
 
 # Two models may differ in options of training, and in how many task models are run.
 MAY_DIFFER = {f.name for f in fields(Recipe)} | {"memory", "sparsity", "mask_gradient", "random_features"}
 MAY_DIFFER |= {"passes", "passes_mass"}  # the first model's hold
 # What an expert consists of: anything else in it could not be merged.
-PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view")
+PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view", "closed.")
 ADDED, LEARNED, ESTIMATED = "added", "learned", "estimated"
 
 
@@ -100,20 +101,13 @@ def _merge_banks(a: TPL, b: TPL) -> None:
         a.statistics.evidence.own_ = a.statistics.evidence.own_ + b.statistics.evidence.own_
         a.statistics.evidence.foreign_ = a.statistics.evidence.foreign_ + b.statistics.evidence.foreign_
         if a.statistics.space is not None and b.statistics.space is not None:
-            a.statistics.space._take(_added(a.statistics.space.statistics, b.statistics.space.statistics))
+            a.statistics.space._take(a.statistics.space.statistics.joined(b.statistics.space.statistics))
     a.task_classes_ = [*a.task_classes_, *b.task_classes_]
     a._use_memory(a.task_classes_, calibrate=True)
 
 
 def _joined(a: Outputs, b: Outputs) -> Outputs:
     return Outputs(*(torch.cat(pair) for pair in zip(a, b, strict=True)))
-
-
-def _added(a: ClassStatistics, b: ClassStatistics) -> ClassStatistics:
-    """Statistics of different classes in one."""
-    b = ClassStatistics(*(part.to(a.means) for part in b))
-    counts, means = torch.cat([a.counts, b.counts]), torch.cat([a.means, b.means])
-    return ClassStatistics(counts, a.seen + b.seen, means, a.scatter + b.scatter)
 
 
 # The global expert
@@ -168,7 +162,16 @@ def _merge_experts(a: TPLPlus, b: TPLPlus, add: bool) -> None:
         first = len(a.bank.tasks) - len(b.bank.tasks)
         a.held_[first:] = [held._replace(common=None) for held in a.held_[first:]]
     finish(a.expert, known, labels)
+    a.closed_ = _merged_closed_forms(a, b)
     a.balance_ = Balance(a.balance_.likelihoods + b.balance_.likelihoods, a.balance_.images + b.balance_.images)
+
+
+def _merged_closed_forms(a: TPLPlus, b: TPLPlus) -> ClosedForm | None:
+    """The sums of both closed forms added; None unless both models have one on the same random features."""
+    if a.closed_ is None or b.closed_ is None or not same_random_features(a.closed_, b.closed_):
+        return None
+    a.closed_.merge(b.closed_)
+    return a.closed_
 
 
 def _empty(method: TPLPlus) -> Tensor:
