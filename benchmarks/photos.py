@@ -71,7 +71,9 @@ def sizes(classes: int, tasks: int) -> list[int]:
     return [classes - later * (tasks - 1), *[later] * (tasks - 1)]
 
 
-def drawn(folders: dict[str, list[Path]], classes: int, tasks: int, each: int, most: int, test: int, seed: int) -> Trial:
+def drawn(
+    folders: dict[str, list[Path]], classes: int, tasks: int, each: int, most: int, test: int, seed: int
+) -> Trial:
     """A trial. For one seed, those with few training photos are parts of those with many; test photos are the same."""
     rng = np.random.default_rng(seed)
     usable = [name for name, files in folders.items() if len(files) >= most + 5]
@@ -90,7 +92,9 @@ def drawn(folders: dict[str, list[Path]], classes: int, tasks: int, each: int, m
     return Trial(learned, {name: order[name][most : most + test] for name in chosen}, unknown)
 
 
-def result(names: Sequence[str], truth: Sequence[str], log_p: Array, known: Array, strange: Array, seconds: float) -> Row:
+def result(
+    names: Sequence[str], truth: Sequence[str], log_p: Array, known: Array, strange: Array, seconds: float
+) -> Row:
     """Accuracy from one column of `log_p` for each of `names`; AUROC from how well known each photo looks."""
     right = np.array(names)[log_p.argmax(axis=1)] == np.array(truth)
     labels = np.repeat([1, 0], [len(known), len(strange)])
@@ -269,9 +273,7 @@ def main() -> None:
     features([next(iter(folders.values()))[0]])  # the first call prepares things
     for seed in range(wanted.seeds):
         for each in wanted.per_class:
-            trial = drawn(
-                folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed
-            )
+            trial = drawn(folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed)
             found = {f"tpl learn {own}".strip(): product(trial, common + shlex.split(own)) for own in wanted.product}
             for name, row in (found | rivals(trial, features)).items():
                 rows.setdefault((each, name), []).append(row)

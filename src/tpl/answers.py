@@ -52,7 +52,10 @@ class Measured:
     def interval(self) -> tuple[float, float]:
         """Where the accuracy lies with 95 % confidence (Wilson, 1927)."""
         n, z = max(self.images, 1), 1.96
-        middle, half = self.right / n + z * z / (2 * n), z * math.sqrt(self.right * (n - self.right) / n + z * z / 4) / n
+        middle, half = (
+            self.right / n + z * z / (2 * n),
+            z * math.sqrt(self.right * (n - self.right) / n + z * z / 4) / n,
+        )
         low, high = ((middle + side * half) / (1 + z * z / n) for side in (-1, 1))
         return (max(low, 0.0), min(high, 1.0)) if self.images else (0.0, 1.0)
 

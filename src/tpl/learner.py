@@ -11,6 +11,7 @@ Learner.load("model")
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,8 +80,16 @@ class Learner:
         self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
         self.effect_: Effect | None = None  # what the task learned last did to older classes; None if not measured
         self._entries: list[TaskEntry] = []  # how each task was learned
+        self.preset = ""  # of the command that made the model: how it goes on
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
+
+    def instead(self, method: str, **options: Any) -> Self:
+        """A learner without tasks: another method on the same encoder, device and seed."""
+        other, own, found = copy.copy(self), self.method, find_method(method)
+        other.method = found(own.encoder, found.config_class.parse(options), own.compute, own.seed)
+        other._entries, other.effect_, other._origin = [], None, None
+        return other
 
     # What was learned
 
@@ -473,7 +482,7 @@ class Learner:
 
     def _restore(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
         """Take over a stored state, and try it on a blank image: what does not fit is found before it is used."""
-        method = self.method
+        method, self.preset = self.method, header.get("preset", "")
         self._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
         method.task_classes_ = [entry.classes for entry in self._entries]
         method.removed_tasks = header.get("removed_tasks", 0)
@@ -500,6 +509,7 @@ class Learner:
                 "fingerprint": method.encoder.fingerprint,
                 "weights": str(file.resolve()) if file else None,
             },
+            "preset": self.preset,
             "removed_tasks": method.removed_tasks,
             "tasks": [entry.to_dict() for entry in self._task_entries()],
             "facts": self.facts(),

@@ -18,11 +18,11 @@ p-value is at most `a` with probability at most `a`, whatever the scores are (Vo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
 
-import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -55,7 +55,9 @@ class CentredRidge(RandomRidge):
     def _factor(self, strength: float) -> Tensor | None:
         centre = self.centre
         ridge = self.gram - self.counts.sum() * torch.outer(centre, centre)
-        least = SMALLEST * float(self.gram.diagonal().mean())  # where all samples are equal, nothing but rounding is left
+        least = SMALLEST * float(
+            self.gram.diagonal().mean()
+        )  # where all samples are equal, nothing but rounding is left
         ridge.diagonal().add_(strength * (max(float(ridge.diagonal().mean()), least) or 1.0))
         factor, failed = torch.linalg.cholesky_ex(ridge)
         return None if bool(failed) else factor
@@ -208,7 +210,9 @@ class ClosedForm:
             self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
         self.left_out = self._joined(logits, predicted)
         cosines = self._cosines(z, y)
-        parts = torch.stack([cosines.amax(dim=1), predicted.amax(dim=1)], dim=1) if len(rows) else logits.new_zeros(1, 2)
+        parts = (
+            torch.stack([cosines.amax(dim=1), predicted.amax(dim=1)], dim=1) if len(rows) else logits.new_zeros(1, 2)
+        )
         deviations = parts.std(dim=0, correction=0)
         self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
         self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
@@ -286,7 +290,9 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
 def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
     """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
     likelihoods = [-float(F.cross_entropy(value * logits, y, reduction="sum")) for value in SHARPNESS]
-    posterior = [found - PRIOR * math.log2(value / usual) ** 2 for found, value in zip(likelihoods, SHARPNESS, strict=True)]
+    posterior = [
+        found - PRIOR * math.log2(value / usual) ** 2 for found, value in zip(likelihoods, SHARPNESS, strict=True)
+    ]
     return SHARPNESS[max(range(len(posterior)), key=posterior.__getitem__)]
 
 
