@@ -1,7 +1,7 @@
 """`tpl learn` against what a user would do instead, on any class folders.
 
     python benchmarks/photos.py photos/
-    python benchmarks/photos.py photos/ --encoder vit_tiny_patch16_224 --weights FILE --per-class 3 10 30 --json out.json
+    python benchmarks/photos.py photos/ --encoder vit_tiny_patch16_224 --weights FILE --json out.json
 
 A trial draws some classes, N training photos of each, other photos of them to test on, and photos of further classes as
 unknown ones. The product learns the classes task by task with the command `tpl learn`, once for each `--product`. Its
@@ -24,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from tpl import Learner
 from tpl.cli import app as commands
 from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.ranpac import RanPACConfig
-from tpl.stream import is_image_name
+from tpl.stream import MixedImages, is_image_name
 
 Array = NDArray[Any]
 MOST_UNKNOWN = 10  # classes that are not learned
@@ -87,7 +88,7 @@ def drawn(
         files = folders[others[i]]
         unknown += [files[j] for j in rng.permutation(len(files))[:test]]
     bounds = np.cumsum([0, *sizes(classes, tasks)])
-    split = [chosen[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    split = [chosen[a:b] for a, b in pairwise(bounds)]
     learned = [{name: order[name][:each] for name in names} for names in split]
     return Trial(learned, {name: order[name][most : most + test] for name in chosen}, unknown)
 
@@ -177,7 +178,7 @@ def ranpac(x: Array, y: Array, bounds: Sequence[int]) -> Predictor:
     """The package's own classifier, task by task, on the encoder's features."""
     z, labels, generator = torch.from_numpy(x), torch.from_numpy(y), torch.Generator().manual_seed(0)
     ridge = RandomRidge.drawn_for(z[: bounds[1]], RanPACConfig(adapt="none"), generator)
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         ridge.learn(z[a:b], labels[a:b], generator)
 
     def predict(other: Array) -> tuple[Array, Array]:
@@ -262,8 +263,6 @@ def main() -> None:
     method = Learner("slda", wanted.encoder, wanted.weights, device="cpu").method
 
     def features(paths: Sequence[Path]) -> Array:
-        from tpl.stream import MixedImages
-
         found: Array = method.encoder_features(method.preprocess.batch(MixedImages(list(paths)))).double().numpy()
         return found
 

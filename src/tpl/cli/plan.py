@@ -172,7 +172,8 @@ class Request:
         closed = header["method"] == CLOSED_FORM
         if self.preset is not None and (self.preset, closed) in ((QUICK, False), (BEST, True)):
             raise TplError(
-                f"{store.path} is a model of {header['method']}, which --preset {self.preset} does not make; leave it out."
+                f"{store.path} is a model of {header['method']}, which --preset {self.preset} does not make: "
+                "leave --preset out."
             )
         fixed = {
             "--method": (self.method, header["method"]),

@@ -209,7 +209,6 @@ class ClosedForm:
             self.sharpness, self.sureness = _sharpness(logits, y, USUAL[0]) if several else USUAL[0], 1.0
             self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
         self.left_out = self._joined(logits, predicted)
-        cosines = self._cosines(z, y)
         parts = (
             torch.stack([cosines.amax(dim=1), predicted.amax(dim=1)], dim=1) if len(rows) else logits.new_zeros(1, 2)
         )
