@@ -5,10 +5,10 @@
 A task model separates its own classes well but was hardly trained on others; the global expert (RanPAC's classifier) is
 weaker but covers all classes. They make different errors, so their product is better than either. The expert's input
 is the encoder's own features and those under the models of the first task or tasks (its views), which fit the images
-better and never change. If the first task has few images (less than 1000), a classifier in closed form over the
-encoder's features is multiplied in (`parts.closed_form`), which is the best of all with so few; it also gives the
-unknown score, as leave-one-out calibrates it on all images. The expert also selects the tasks whose models are run (`passes`). The exponents a and w are
-fitted on images held out of training; without any, a is 1 and w an option.
+better and never change. If the first task has few images (fewer than 1000), the expert's probabilities are multiplied
+by those of a classifier in closed form over the encoder's features (`parts.closed_form`), the best one with so few;
+leave-one-out then calibrates the unknown score on all images. The expert also selects the tasks whose models are run
+(`passes`). The exponents a and w are fitted on images held out of training; without any, a is 1 and w an option.
 """
 
 from __future__ import annotations

@@ -209,9 +209,9 @@ class ClosedForm:
             self.sharpness, self.sureness = _sharpness(logits, y, USUAL[0]) if several else USUAL[0], 1.0
             self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
         self.left_out = self._joined(logits, predicted)
-        parts = (
-            torch.stack([cosines.amax(dim=1), predicted.amax(dim=1)], dim=1) if len(rows) else logits.new_zeros(1, 2)
-        )
+        parts = logits.new_zeros(1, 2)
+        if len(rows):
+            parts = torch.stack([self._cosines(z, y).amax(dim=1), predicted.amax(dim=1)], dim=1)
         deviations = parts.std(dim=0, correction=0)
         self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
         self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
@@ -288,11 +288,12 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
 
 def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
     """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
-    likelihoods = [-float(F.cross_entropy(value * logits, y, reduction="sum")) for value in SHARPNESS]
-    posterior = [
-        found - PRIOR * math.log2(value / usual) ** 2 for found, value in zip(likelihoods, SHARPNESS, strict=True)
-    ]
-    return SHARPNESS[max(range(len(posterior)), key=posterior.__getitem__)]
+
+    def posterior(value: float) -> float:
+        likelihood = -float(F.cross_entropy(value * logits, y, reduction="sum"))
+        return likelihood - PRIOR * math.log2(value / usual) ** 2
+
+    return max(SHARPNESS, key=posterior)
 
 
 def _unit(z: Tensor) -> Tensor:
