@@ -282,15 +282,16 @@ class Learner:
     def _effect(self, before: LeftOut, after: LeftOut, old: int) -> Effect:
         """What a task did to the first `old` classes, given what leave-one-out said before it and says now."""
         names, guess = self.classes_, after.log_p.argmax(dim=1)
-        counted = [
-            Measured(int((found.log_p.argmax(dim=1) == found.labels)[rows].sum()), int(rows.sum()))
-            for found, rows in ((before, before.labels < old), (after, after.labels < old))
-        ]
+        counted = []
+        for found in (before, after):
+            rows = found.labels < old
+            right = found.log_p[rows].argmax(dim=1) == found.labels[rows]
+            counted.append(Measured(int(right.sum()), len(right)))
         across = (after.labels < old) != (guess < old)
         pairs = zip(after.labels[across].tolist(), guess[across].tolist(), strict=True)
         confused = Counter((names[t], names[g]) for t, g in pairs).most_common()
         by = "model" if self.method.leaves_one_out else "classifier over all classes"
-        return Effect(*counted, tuple((t, g, n) for (t, g), n in confused), by)
+        return Effect(counted[0], counted[1], tuple((t, g, n) for (t, g), n in confused), by)
 
     def update(
         self,

@@ -55,9 +55,7 @@ class CentredRidge(RandomRidge):
     def _factor(self, strength: float) -> Tensor | None:
         centre = self.centre
         ridge = self.gram - self.counts.sum() * torch.outer(centre, centre)
-        least = SMALLEST * float(
-            self.gram.diagonal().mean()
-        )  # where all samples are equal, nothing but rounding is left
+        least = SMALLEST * float(self.gram.diagonal().mean())  # equal samples leave nothing but rounding
         ridge.diagonal().add_(strength * (max(float(ridge.diagonal().mean()), least) or 1.0))
         factor, failed = torch.linalg.cholesky_ex(ridge)
         return None if bool(failed) else factor
