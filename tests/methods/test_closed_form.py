@@ -12,9 +12,11 @@ from torch import Tensor
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
+from tpl.methods import plus
 from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts import closed_form
 from tpl.methods.parts.closed_form import ClosedForm, same_features
+from tpl.methods.plus import TPLPlus
 from tpl.scores.calibration import graded_p_values, p_values
 from tpl.stream import Stream
 
@@ -183,6 +185,38 @@ def test_held_out_or_not_gives_the_same_classifier(small_stream: Stream, tmp_pat
         learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0], held_out=share)
         answers.append(learner.log_probabilities(images))
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
+
+
+def test_two_models_merged_are_one_that_learned_both(small_stream: Stream) -> None:
+    whole = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0]).learn(small_stream[1])
+    merged = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0])
+    other = Learner("closed-form", SMALL_VIT, device="cpu", seed=7).learn(small_stream[1])
+    assert merged.merge(other) == "added" and merged.classes_ == whole.classes_
+    images = small_stream[1].test
+    assert images is not None
+    torch.testing.assert_close(merged.log_probabilities(images), whole.log_probabilities(images), rtol=1e-5, atol=1e-6)
+
+
+def test_few_images_make_a_closed_form_in_tpl_plus_and_many_do_not(
+    small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"latent": 16, "epochs": 1, "batch_size": 16, "memory": 30, "random_features": 64}
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **options).learn(small_stream[0], held_out=0.25)
+    learner.learn(small_stream[1], held_out=0.25)
+    method = learner.method
+    assert isinstance(method, TPLPlus) and method.closed_ is not None
+    assert int(method.closed_.statistics.seen) == sum(
+        len(task.train) for task in small_stream[:2]
+    )  # held-out ones, too
+    assert learner.effect_ is not None and learner.effect_.by == "classifier over all classes"
+    learner.save(tmp_path / "model")
+    images = small_stream[1].test
+    assert images is not None
+    again = Learner.load(tmp_path / "model", device="cpu")
+    np.testing.assert_array_equal(again.unknown_score(images), learner.unknown_score(images))
+    monkeypatch.setattr(plus, "MANY_IMAGES", 10)
+    many = Learner("tpl-plus", SMALL_VIT, device="cpu", **options).learn(small_stream[0])
+    assert isinstance(many.method, TPLPlus) and many.method.closed_ is None
 
 
 def test_update_and_remove(small_stream: Stream) -> None:

@@ -21,6 +21,7 @@ from tpl.engine import Recipe
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query
 from tpl.methods.base import Method
+from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts.added_ridge import add_samples, add_sums, finish, same_features
 from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.closed_form import same_features as same_random_features
@@ -41,6 +42,8 @@ def merge(a: Method, b: Method, estimate: bool = False) -> str | None:
     Returns how the global expert was merged: its sums `added`, the images of `b` `learned` from its memory, or their
     part of the sums `estimated` from fewer images (only with `estimate`); None without an expert.
     """
+    if isinstance(a, ClosedFormExperts) and isinstance(b, ClosedFormExperts):
+        return _merge_closed_form_models(a, b)
     first, second = _check(a, b)
     how = _expert_rule(first, second, estimate) if isinstance(first, TPLPlus) and isinstance(second, TPLPlus) else None
     with first._attempt():
@@ -56,10 +59,16 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
     """Refuse what cannot be merged exactly; both are on one device."""
     for method in (a, b):
         if not isinstance(method, TPL) or type(method).name not in ("tpl", "tpl-plus"):
-            raise TplError(f"Models of tpl and tpl-plus can be merged; '{method.name}' cannot.")
-        if not method.task_classes_:
-            raise TplError("One of the models has no class yet: there is nothing to merge.")
+            raise TplError(f"Models of tpl, tpl-plus and closed-form can be merged; '{method.name}' cannot.")
+    _check_alike(a, b)
     assert isinstance(a, TPL) and isinstance(b, TPL)
+    return a, b
+
+
+def _check_alike(a: Method, b: Method) -> None:
+    """Refuse models of different methods, encoders or options, and equal classes."""
+    if not a.task_classes_ or not b.task_classes_:
+        raise TplError("One of the models has no class yet: there is nothing to merge.")
     if a.name != b.name:
         raise TplError(f"The models have different methods, {a.name} and {b.name}; only equal ones can be merged.")
     if a.encoder.fingerprint != b.encoder.fingerprint:
@@ -75,7 +84,18 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
     known = sorted(set(a.classes_) & set(b.classes_))
     if known:
         raise TplError(f"Both models have {', '.join(known)}; class names must be different: rename them in one.")
-    return a, b
+
+
+def _merge_closed_form_models(a: ClosedFormExperts, b: ClosedFormExperts) -> str:
+    """Add the sums of `b`: the result is that of learning all images of both."""
+    _check_alike(a, b)
+    if not same_random_features(a.learned, b.learned):
+        raise TplError("The models have different random features (random_features); their sums cannot be added.")
+    with a._attempt():
+        a.learned.merge(b.learned)
+        a.task_classes_ = [*a.task_classes_, *b.task_classes_]
+    a.removed_tasks += b.removed_tasks
+    return ADDED
 
 
 def _merge_banks(a: TPL, b: TPL) -> None:

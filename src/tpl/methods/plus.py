@@ -25,7 +25,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
-from tpl.methods.base import KEEP, UNKNOWN, Answers, LeftOut, register, task_of_class
+from tpl.methods.base import KEEP, UNKNOWN, Answers, LeftOut, register, seeded, task_of_class
 from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
@@ -173,7 +173,8 @@ class TPLPlus(TPL):
         common, numbers = self.common_features(samples.pixels), samples.labels + len(self.classes_)
         inputs = self._normalised(common)
         if self.expert is None and len(inputs) < MANY_IMAGES:
-            self.closed_ = ClosedForm.drawn(self.encoder.dim, 0, self.generator("closed form", task=0), inputs.device)
+            drawn = seeded(0, 0, "closed form")  # whatever the method's seed: then models can be merged
+            self.closed_ = ClosedForm.drawn(self.encoder.dim, 0, drawn, inputs.device)
         if self.closed_ is not None:
             self.closed_.learn(common[:, : self.encoder.dim], numbers)
         if self.expert is None:
