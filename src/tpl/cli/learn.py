@@ -158,14 +158,19 @@ def learn(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Learn classes from folders of images: make a model, or add classes to one. Old classes are not forgotten.
+    """Learn classes from folders of images: make a model, or add classes to one, without the images of old classes.
 
     40 images take less than a minute on two cores with the compact encoder; `--dry-run` estimates the time for yours.
+    Task models are trained if that takes at most `--time`; without them, learning takes seconds.
     Ctrl-C stops it and leaves the model as it was.
 
     Examples:
 
     `tpl learn model photos/`
+
+    `tpl learn model photos/ --preset quick`
+
+    `tpl learn model photos/ --time 10m`
 
     `tpl learn model tomorrow.zip --name birds`
 
