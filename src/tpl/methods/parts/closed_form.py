@@ -25,7 +25,7 @@ from torch import Tensor
 from tpl.methods.parts.added_ridge import add_sums
 from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig
 from tpl.scores.calibration import graded_p_values
-from tpl.scores.distances import ClassStatistics, oas_share, packed, unpacked, without_row
+from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
 
 RANDOM_FEATURES = 1024  # unless the option says otherwise: equal for all models, so that their sums can be added
 STORED = 2000  # feature vectors of all classes together
@@ -139,7 +139,8 @@ class ClosedForm:
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator | None = None) -> None:
         """Add samples; labels may include new classes."""
-        self.statistics = self.statistics.add(_unit(z), y)
+        found = self.statistics.add(_unit(z), y)
+        self.statistics = found._replace(scatter=mirror(found.scatter))
         self._store(z, y)
         self._fit(z, y)
 
