@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -38,6 +39,50 @@ class Answer:
     def rejected(self, share: float) -> bool:
         """Whether to call the image unknown, if at most a `share` of the known ones may be called so, too."""
         return self.unknown >= 1 - share - ROUNDING
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How many of some images were classified rightly."""
+
+    right: int
+    images: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the accuracy lies with 95 % confidence (Wilson, 1927)."""
+        n, z = max(self.images, 1), 1.96
+        middle, half = (
+            self.right / n + z * z / (2 * n),
+            z * math.sqrt(self.right * (n - self.right) / n + z * z / 4) / n,
+        )
+        low, high = ((middle + side * half) / (1 + z * z / n) for side in (-1, 1))
+        return (max(low, 0.0), min(high, 1.0)) if self.images else (0.0, 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts as JSON, with accuracy and interval."""
+        accuracy = round(self.right / self.images, DIGITS) if self.images else None
+        interval = [round(side, DIGITS) for side in self.interval]
+        return {"right": self.right, "images": self.images, "accuracy": accuracy, "interval": interval}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a new task did to the classes known before, by leave-one-out on images of theirs that are stored.
+
+    `before` and `after` count the same images. `confused` are errors between old and new classes: true, predicted,
+    count; the most frequent first.
+    """
+
+    before: Measured
+    after: Measured
+    confused: tuple[tuple[str, str, int], ...]
+    by: str  # what was measured: the model's own answers, or those of its classifier over all classes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The effect as JSON."""
+        confused = [{"true": t, "predicted": p, "count": n} for t, p, n in self.confused]
+        return {"before": self.before.to_dict(), "after": self.after.to_dict(), "confused": confused, "by": self.by}
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Header(_Strict):
     options: dict[Name, Option] = Field(max_length=MAX_OPTIONS)
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     encoder: EncoderHeader
+    preset: Text = ""
     removed_tasks: Annotated[int, Field(ge=0, le=2**31)] = 0
     tasks: list[TaskHeader] = Field(max_length=MAX_TASKS)
     newest: Annotated[str, Field(pattern=rf"^{FOLDER}\Z")]

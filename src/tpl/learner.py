@@ -11,6 +11,7 @@ Learner.load("model")
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,12 +29,12 @@ from PIL import Image
 from torch import Tensor
 
 from tpl._version import __version__
-from tpl.answers import Answer, TaskEntry, TaskRecord
+from tpl.answers import Answer, Effect, Measured, TaskEntry, TaskRecord
 from tpl.engine import Callback, Event, Samples, choose_compute, no_callback
 from tpl.errors import TplError
 from tpl.files import sha256_of
 from tpl.methods import Method, find_method, learn_together
-from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.methods.base import UNKNOWN, LeftOut, task_of_class
 from tpl.methods.merge import merge
 from tpl.migrate import current_options
 from tpl.nets import EncoderError, create_encoder
@@ -81,9 +82,18 @@ class Learner:
         self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
         self.outcome_: dict[str, str] = {}  # what the last `learn` or `update` did to each of its classes
         self.waiting_ = Waiting(self.method)  # images that `observe` has taken, and that are not learned yet
+        self.effect_: Effect | None = None  # what the task learned last did to older classes; None if not measured
         self._entries: list[TaskEntry] = []  # how each task was learned
+        self.preset = ""  # of the command that made the model: how it goes on
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
+
+    def instead(self, method: str, **options: Any) -> Self:
+        """A learner without tasks: another method on the same encoder, device and seed."""
+        other, own, found = copy.copy(self), self.method, find_method(method)
+        other.method = found(own.encoder, found.config_class.parse(options), own.compute, own.seed)
+        other._entries, other.effect_, other._origin = [], None, None
+        return other
 
     # What was learned
 
@@ -265,7 +275,9 @@ class Learner:
         self.outcome_ = dict.fromkeys(task.classes, LEARNED)
         callback(Event("learned", {"task": task.name, "accuracy": entry.accuracy, "held_out": sum(entry.held_out)}))
 
-    def _record(self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str) -> None:
+    def _record(
+        self, task: Task, train: ImageSet, rest: ImageSet, held: Samples, source: str, before: LeftOut | None
+    ) -> None:
         """Add an entry for the newest task, with the errors on its held-out images."""
         entry = TaskEntry(
             task.name,
@@ -277,15 +289,35 @@ class Learner:
         )
         others = [] if self.method.cumulative else self._task_entries()[:-1]
         self._entries = [*others, entry]
-        if not len(held):
+        names, after = self.classes_, self.method.left_out()
+        old = len(names) - len(entry.classes)
+        self.effect_ = None if before is None or after is None or not old else self._effect(before, after, old)
+        if after is not None and self.method.leaves_one_out:
+            own = after.labels >= old
+            truth, guess = after.labels[own].tolist(), after.log_p[own].argmax(dim=1).tolist()
+        else:
+            truth = (held.labels.cpu() + old).tolist()
+            guess = self.method.measure(held).argmax(dim=1).tolist() if truth else []
+        if not truth:
             return
-        names = self.classes_
-        truth = (held.labels.cpu() + len(names) - len(entry.classes)).tolist()
-        guess = self.method.answer(held.pixels).log_p.argmax(dim=1).tolist()
         wrong = Counter((names[t], names[g]) for t, g in zip(truth, guess, strict=True) if t != g)
         confusions = tuple((t, g, n) for (t, g), n in wrong.most_common())
         accuracy = (len(truth) - wrong.total()) / len(truth)
         self._entries[-1] = replace(entry, accuracy=accuracy, confusions=confusions)
+
+    def _effect(self, before: LeftOut, after: LeftOut, old: int) -> Effect:
+        """What a task did to the first `old` classes, given what leave-one-out said before it and says now."""
+        names, guess = self.classes_, after.log_p.argmax(dim=1)
+        counted = []
+        for found in (before, after):
+            rows = found.labels < old
+            right = found.log_p[rows].argmax(dim=1) == found.labels[rows]
+            counted.append(Measured(int(right.sum()), len(right)))
+        across = (after.labels < old) != (guess < old)
+        pairs = zip(after.labels[across].tolist(), guess[across].tolist(), strict=True)
+        confused = Counter((names[t], names[g]) for t, g in pairs).most_common()
+        by = "model" if self.method.leaves_one_out else "classifier over all classes"
+        return Effect(counted[0], counted[1], tuple((t, g, n) for (t, g), n in confused), by)
 
     def update(
         self,
@@ -309,7 +341,7 @@ class Learner:
         task = _without_empty_classes(task)
         entries = self._task_entries()
         count = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another seed at each update
-        train, rest = hold_out(task, held_out, [self.method.seed, count])
+        train, rest = hold_out(task, 0.0 if self.method.leaves_one_out else held_out, [self.method.seed, count])
         held = self.method.samples_of(rest, no_callback)
         self.method.update(replace(task, train=train, test=None), held, callback)
         counts = [class_counts(part, len(task.classes)) for part in (train, rest)]
@@ -554,7 +586,7 @@ class Learner:
 
     def _restore(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
         """Take over a stored state, and try it on a blank image: what does not fit is found before it is used."""
-        method = self.method
+        method, self.preset = self.method, header.get("preset", "")
         self._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
         method.task_classes_ = [entry.classes for entry in self._entries]
         method.removed_tasks = header.get("removed_tasks", 0)
@@ -581,6 +613,7 @@ class Learner:
                 "fingerprint": method.encoder.fingerprint,
                 "weights": str(file.resolve()) if file else None,
             },
+            "preset": self.preset,
             "removed_tasks": method.removed_tasks,
             "tasks": [entry.to_dict() for entry in self._task_entries()],
             "facts": self.facts(),
@@ -603,14 +636,16 @@ def learn_side_by_side(
     share of every class that each learner does not train on. Learners whose settings allow it share their passes over
     the frozen trunk.
     """
-    rows = zip(learners, tasks, held_out, strict=True)
+    shares = [0.0 if each.method.leaves_one_out else share for each, share in zip(learners, held_out, strict=True)]
+    rows = zip(learners, tasks, shares, strict=True)
     parts = [hold_out(task, share, [each.method.seed]) for each, task, share in rows]
+    before = [each.method.left_out() for each in learners]
     # First, so that an image that cannot be read is reported before the training.
     held = [each.method.samples_of(rest, no_callback) for each, (_, rest) in zip(learners, parts, strict=True)]
     given = [replace(task, train=train, test=None) for task, (train, _) in zip(tasks, parts, strict=True)]
     learn_together([each.method for each in learners], given, callbacks, held)
-    for each, task, (train, rest), apart in zip(learners, tasks, parts, held, strict=True):
-        each._record(task, train, rest, apart, source)
+    for each, task, (train, rest), apart, left_out in zip(learners, tasks, parts, held, before, strict=True):
+        each._record(task, train, rest, apart, source, left_out)
 
 
 def _other_weights(encoder: dict[str, Any], found: str) -> EncoderError:

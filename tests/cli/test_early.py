@@ -23,7 +23,7 @@ MISTAKES = [
     (["run", "digits-5t", "--method", "tpl,nope"], "no method 'nope'; there are afc, "),
     (["run", "nope"], "no benchmark 'nope'; there are digits-5t, "),
     (["learn", "model", "absent"], "no folder or zip archive absent"),
-    (["learn", "model", ".", "--method", "hat"], "--method takes tpl-plus or tpl; got 'hat'"),
+    (["learn", "model", ".", "--method", "joint"], "needs the images of all tasks every time"),
     (["learn", "model", ".", "--method", "tpl", "--passes", "2"], "--passes is an option of tpl-plus"),
     (["learn", "model", ".", "--memory", "many"], "--memory takes a number of images"),
     (["learn", "old", "."], "knows cat already"),

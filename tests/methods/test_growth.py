@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def grown() -> tuple[Learner, list[list[Tensor]], list[int]]:
 def test_features_of_old_tasks_never_change(grown: tuple[Learner, list[list[Tensor]], list[int]]) -> None:
     _, seen, sets = grown
     assert sets[0] == 1 and sets[-1] >= 3, "the model has not grown twice"
-    for earlier, later in zip(seen, seen[1:], strict=False):
+    for earlier, later in pairwise(seen):
         assert all(torch.equal(a, b) for a, b in zip(earlier, later, strict=False))
 
 

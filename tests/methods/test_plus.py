@@ -100,7 +100,8 @@ def test_no_task_asked_is_the_expert_alone(method: TPLPlus, pixels: torch.Tensor
     told = method.answer(pixels, {UNKNOWN})
     torch.testing.assert_close(told.log_p, method.expert_log_probabilities(method.common_features(pixels)))
     assert told.scores is not None and bool(told.scores.isneginf().all())
-    assert told.unknown is not None and told.unknown.tolist() == [0.0] * len(pixels)  # nobody was asked
+    assert told.unknown is not None and method.closed_ is not None  # it needs no task's model
+    torch.testing.assert_close(told.unknown, method.closed_.unknown_scores(method.encoder_features(pixels)))
     assert passes_of(method, pixels) == 0
     method.rescore(passes="all")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tpl.advice.curve import Outlook, outlook
 from tpl.advice.features import FeatureReader, Looked, centred
 from tpl.advice.files import LeftOut, equal_pictures, files_left_out, names_alike
 from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
+from tpl.answers import Measured
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
@@ -190,10 +190,6 @@ def _outlook(found: Looked, classes: int, now: float) -> Outlook | None:
     return outlook(centred(found.features), present, int(present.max()) + 1, now)
 
 
-def interval(right: int, images: int, z: float = 1.96) -> tuple[float, float]:
+def interval(right: int, images: int) -> tuple[float, float]:
     """The 95 % interval of a share (Wilson, 1927)."""
-    if not images:
-        return 0.0, 1.0
-    p, square = right / images, z * z / images
-    centre, half = p + square / 2, z * sqrt(p * (1 - p) / images + square / (4 * images))
-    return max((centre - half) / (1 + square), 0.0), min((centre + half) / (1 + square), 1.0)
+    return Measured(right, images).interval

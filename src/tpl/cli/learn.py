@@ -13,15 +13,24 @@ from rich.table import Table
 from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
 from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Encoder, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
+    BALANCED,
+    CLOSED_FORM,
+    LIMIT,
     MEMORY,
     OPTIONS,
     PLUS,
+    QUICK,
     Budget,
+    Choice,
     Request,
     as_task,
+    choice_text,
+    choose_training,
     encoded_size,
     estimate,
     method_for,
+    options_of,
+    parse_time,
     print_plan,
     trained_on,
     width_for,
@@ -75,7 +84,25 @@ def learn(
     method: Annotated[
         str | None,
         typer.Option(
-            help="tpl-plus (default): one model per task, and a classifier over all classes; tpl: without the latter.",
+            help="tpl-plus: one model per task, and a classifier over all classes; closed-form: the latter alone, "
+            "without training; or any other of `tpl list`. By default the preset chooses.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="quick: no training, seconds; balanced (default): task models are trained if that fits the time; "
+            "best: always.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            metavar="TIME",
+            help="For balanced: how long training a task may take, such as 90s or 5m; 2m by default.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -139,14 +166,19 @@ def learn(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Learn classes from folders of images: make a model, or add classes to one. Old classes are not forgotten.
+    """Learn classes from folders of images: make a model, or add classes to one, without the images of old classes.
 
     40 images take less than a minute on two cores with the compact encoder; `--dry-run` estimates the time for yours.
+    Task models are trained if that takes at most `--time`; without them, learning takes seconds.
     Ctrl-C stops it and leaves the model as it was.
 
     Examples:
 
     `tpl learn model photos/`
+
+    `tpl learn model photos/ --preset quick`
+
+    `tpl learn model photos/ --time 10m`
 
     `tpl learn model tomorrow.zip --name birds`
 
@@ -179,6 +211,8 @@ def learn(
         held_out,
         update,
         strict,
+        preset,
+        None if limit is None else parse_time(limit),
     )
     store = ModelStore(model)
     known = request.check_model(store)
@@ -250,7 +284,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         learner = _learner(store, request)
         ready, notes = _read(learner, given, request, progress)
         new, more = _by_novelty(learner, ready, request)
-        chosen = _choose(learner, new, request)
+        learner, chosen = _choose(learner, new, request)
         task = as_task(ready, _task_name(given))
         alike = [] if request.update else _warn_about_same_classes(learner, new)
         if request.update:
@@ -270,6 +304,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "held_out": record.held_out if measured else None,
         "accuracy": record.accuracy if measured else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
+        "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
         "known_classes": len(learner.classes_),
         **chosen,
         **{key: facts[key] for key in ("memory", "capacity", "smallest_reject")},
@@ -286,13 +321,13 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     ready, notes = _read(learner, given, request, progress)
     reading = time.monotonic() - started
     ready, more = _by_novelty(learner, ready, request)
-    chosen = _choose(learner, ready, request)
+    learner, chosen = _choose(learner, ready, request)
     memory = learner.facts()["memory"]
     train = trained_on(ready, request.held_out, learner.method.seed)
     found = None
     if not request.update:
         progress.begin("timing a few steps", None)
-        found = estimate(learner, ready, train, chosen["epochs"])
+        found = estimate(learner, ready, train, chosen["epochs"] or 0)
     from tpl.versions import bytes_of_older
 
     older = bytes_of_older(store.path) if store.exists() else 0
@@ -321,17 +356,18 @@ def _learner(store: ModelStore, request: Request) -> Learner:
     from tpl.schedule import schedule_for
 
     encoder = request.encoder or COMPACT
+    preset = request.preset_for(None)
+    method = request.method or (CLOSED_FORM if preset == QUICK else method_for(encoder))
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
     asked = {"memory_kind": request.memory_kind, "adapted_blocks": request.adapted_blocks}
-    options |= {name: value for name, value in asked.items() if value is not None}
-    return Learner(
-        request.method or method_for(encoder),
-        encoder,
-        request.weights,
-        request.device,
-        seed=request.seed or 0,
-        **options,
-    )
+    given = {name: value for name, value in asked.items() if value is not None}
+    lacking = [name for name in given if name not in options_of(method)]
+    if lacking:
+        raise TplError(f"{method} has no {lacking[0]}: leave --{lacking[0].replace('_', '-')} out, or choose a method.")
+    own = {name: value for name, value in (options | given).items() if name in options_of(method)}
+    learner = Learner(method, encoder, request.weights, request.device, seed=request.seed or 0, **own)
+    learner.preset = preset or ""
+    return learner
 
 
 def _read(
@@ -396,10 +432,25 @@ def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, 
     return alike
 
 
-def _choose(learner: Learner, ready: Labelled, request: Request) -> dict[str, Any]:
-    """Set the options that depend on the images: epochs, and the memory of a new model."""
+def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learner, dict[str, Any]]:
+    """Choose what depends on the images: whether to train, epochs, and the memory of a new model."""
+    from tpl.schedule import epochs_for
+
     chosen: dict[str, Any] = {}
-    if not learner.classes_:
+    preset = request.preset_for(learner.preset if learner.classes_ else None)
+    choice, train = None, trained_on(ready, request.held_out, learner.method.seed)
+    if preset == BALANCED and learner.method.name == PLUS and not request.update:
+        epochs = epochs_for(learner.method, train)
+        choice = choose_training(learner, ready, train, epochs, request.limit or LIMIT)
+        if choice.method == CLOSED_FORM:
+            learner = learner.instead(CLOSED_FORM)
+    elif preset is not None and not request.update:
+        reason = "nothing is trained" if learner.method.name == CLOSED_FORM else "every task's model is trained in full"
+        choice = Choice(preset, learner.method.name, reason)
+    if choice is not None:
+        chosen["choice"] = choice.to_dict()
+    options = options_of(learner.method.name)
+    if not learner.classes_ and "memory" in options:
         budget = request.memory or Budget.parse(MEMORY)
         images = budget.in_images(lambda: encoded_size(ready.images, learner))
         learner.method.set_options(memory=images)
@@ -408,15 +459,15 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> dict[str, An
     if request.passes is not None:
         learner.method.set_options(passes=request.passes)
     if request.update:
-        return chosen
-    from tpl.schedule import epochs_for
-
-    train = trained_on(ready, request.held_out, learner.method.seed)
+        return learner, chosen
     if not learner.classes_ and learner.method.name == PLUS:
         learner.method.set_options(random_features=width_for(train))
-    epochs = request.epochs or epochs_for(learner.method, train)
+    if "epochs" not in options:
+        return learner, chosen | {"epochs": None}
+    fewer = None if choice is None else choice.epochs
+    epochs = request.epochs or fewer or epochs_for(learner.method, train)
     learner.method.set_options(epochs=epochs)
-    return chosen | {"epochs": epochs}
+    return learner, chosen | {"epochs": epochs}
 
 
 def _task_name(given: Labelled) -> str:
@@ -436,14 +487,18 @@ def _print_learned(report: dict[str, Any]) -> None:
     if report["updated"]:
         out.print(f"Added {report['images']} more images of {classes} in {seconds:.0f} s.", highlight=False)
     else:
+        work = f"{report['epochs']} epochs" if report["epochs"] else "without training"
         out.print(
-            f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {report['epochs']} epochs.",
-            highlight=False,
+            f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {work}.", highlight=False
         )
+        if "choice" in report:
+            out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
         _print_accuracy(report)
     if report["more"]:
         known = escape(listed(list(report["more"])))
         out.print(f"Added {sum(report['more'].values())} more images of {known}, known before.", highlight=False)
+        if report["old_classes"] is not None:
+            _print_effect(report["old_classes"])
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
     kept = memory_text(memory)
@@ -464,12 +519,29 @@ def _print_accuracy(report: dict[str, Any]) -> None:
         out.print("No image was held out: `tpl evaluate` can measure it on others.", highlight=False)
         return
     held = report["held_out"]
-    few = ", too few for more than a hint" if held < 30 else ""
+    images = f"{held} held-out images" if held else f"{report['images']} images, each of them left out in turn"
+    few = ", too few for more than a hint" if (held or report["images"]) < 30 else ""
     out.print(
-        f"Accuracy on {held} held-out images{few}: [bold]{percent(report['accuracy'])}[/], "
+        f"Accuracy on {images}{few}: [bold]{percent(report['accuracy'])}[/], "
         f"among all {report['known_classes']} classes.",
         highlight=False,
     )
     for pair in report["confused"][:5]:
         text = f"  {pair['true']} was taken for {pair['predicted']}: {pair['count']} of them"
+        out.print(escape(text), highlight=False)
+
+
+def _print_effect(effect: dict[str, Any]) -> None:
+    """Print what happened to the classes known before, with counts and an interval."""
+    before, after = effect["before"], effect["after"]
+    low, high = (f"{100 * side:.0f}" for side in after["interval"])
+    by = "" if effect["by"] == "model" else f", by the {effect['by']} alone"
+    out.print(
+        f"Older classes, each stored image left out in turn{by}: {before['right']} of {before['images']} right before, "
+        f"{after['right']} of {after['images']} now ({low} to {high} %).",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for pair in effect["confused"][:5]:
+        text = f"  {pair['true']} is now taken for {pair['predicted']}: {pair['count']} of them"
         out.print(escape(text), highlight=False)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from tpl.stream import ImageSet, Labelled, Task
 
 PLUS = "tpl-plus"
-METHODS = (PLUS, "tpl")  # those whose models can be updated, have an unknown score, and can be exported
+CLOSED_FORM = "closed-form"
+QUICK, BALANCED, BEST = "quick", "balanced", "best"
+PRESETS = (QUICK, BALANCED, BEST)
+LIMIT = 120.0  # seconds that training a task may take under `balanced`, unless --time says otherwise
+TRAINING_COST = 3.0  # passes of the encoder without training that a training step on an image takes
 FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
@@ -36,6 +40,8 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _SAMPLE = 32  # images whose encoded size is averaged
 _TIMED = 64  # images in the timing of a dry run
 _ROUNDS = 4  # epochs of it, where the first costs more than the others
+_FEW = 8  # images that the encoder is timed on
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,32 @@ class Budget:
         return int(self.bytes / encoded())
 
 
+def parse_time(text: str) -> float:
+    """`90s`, `5m`, `1h` or a number, in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]*)", text.strip().lower().replace(" ", ""))
+    if found is None or found[2] not in _SECONDS or float(found[1]) <= 0:
+        raise TplError(f"--time takes a time such as 90s or 5m; got '{text}'.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether task models are trained, and why."""
+
+    preset: str
+    method: str
+    reason: str
+    seconds: float | None = None  # that training was estimated to take
+    limit: float | None = None
+    epochs: int | None = None  # None: as many as the schedule says, or none
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        seconds = None if self.seconds is None else round(self.seconds, 1)
+        found = {"preset": self.preset, "method": self.method, "reason": self.reason}
+        return found | {"estimated_seconds": seconds, "time_limit": self.limit}
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line of `tpl learn` asks for; None where the program chooses."""
@@ -84,6 +116,8 @@ class Request:
     held_out: float
     update: bool
     strict: bool
+    preset: str | None = None
+    limit: float | None = None  # seconds
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
@@ -94,10 +128,40 @@ class Request:
             raise TplError(
                 f"--memory is a number of images, and --memory-kind {self.memory_kind} keeps none: leave one out."
             )
-        if self.method is not None and self.method not in METHODS:
-            raise TplError(
-                f"--method takes {' or '.join(METHODS)}; got '{self.method}'. The others can be used from Python."
-            )
+        if self.method is not None and self.method not in (PLUS, "tpl"):
+            _check_method(self.method)
+        if self.preset is not None:
+            self._check_preset(self.preset)
+        if self.limit is not None and (self.as_told or self.preset in (QUICK, BEST)):
+            raise TplError("--time is for --preset balanced, which decides by it whether task models are trained.")
+
+    def _check_preset(self, preset: str) -> None:
+        if preset not in PRESETS:
+            raise TplError(f"--preset takes {', '.join(PRESETS)}; got '{preset}'.")
+        given = [name for name, value in self._own_options().items() if value is not None]
+        if self.method is not None or (given and preset != BEST):
+            raise TplError(f"--preset {preset} decides about the training: leave out {', '.join(given) or '--method'}.")
+
+    def _own_options(self) -> dict[str, Any]:
+        """Options that only make sense with task models."""
+        return {
+            "--epochs": self.epochs,
+            "--memory": self.memory,
+            "--memory-kind": self.memory_kind,
+            "--adapted-blocks": self.adapted_blocks,
+            "--passes": self.passes,
+        }
+
+    @property
+    def as_told(self) -> bool:
+        """Whether options say how to learn, so that nothing is left to choose by a preset."""
+        return self.preset is None and any(v is not None for v in (self.method, *self._own_options().values()))
+
+    def preset_for(self, stored: str | None) -> str | None:
+        """The preset that holds: the one asked for, that of a stored model, balanced for a new one; None: as told."""
+        if self.preset is not None:
+            return self.preset
+        return None if self.as_told else BALANCED if stored is None else stored or None
 
     def check_model(self, store: ModelStore) -> list[str]:
         """Refuse options that do not suit the model in `store`; the classes it knows."""
@@ -108,6 +172,12 @@ class Request:
             self._check_passes(self.method or method_for(self.encoder or ""))
             return []
         header = store.header()
+        closed = header["method"] == CLOSED_FORM
+        if self.preset is not None and (self.preset, closed) in ((QUICK, False), (BEST, True)):
+            raise TplError(
+                f"{store.path} is a model of {header['method']}, which --preset {self.preset} does not make: "
+                "leave --preset out."
+            )
         fixed = {
             "--method": (self.method, header["method"]),
             "--encoder": (self.encoder, header["encoder"]["name"]),
@@ -167,6 +237,62 @@ def method_for(encoder: str) -> str:
     return "tpl" if encoder.partition(":")[0] == FROM_SCRATCH else PLUS
 
 
+def options_of(method: str) -> set[str]:
+    """The names of a method's options."""
+    from tpl.methods import find_method
+
+    return set(find_method(method).config_class.__dataclass_fields__)
+
+
+def _check_method(name: str) -> None:
+    """Refuse a method that is not there, or that needs the data of all tasks again and again."""
+    from tpl.names import refuse_unknown
+    from tpl.outline import method_outlines
+
+    known = method_outlines()
+    if name not in known:
+        refuse_unknown("method", name, list(known))
+    if known[name].cumulative:
+        raise TplError(f"'{name}' needs the images of all tasks every time: it is a bound for benchmarks (tpl run).")
+
+
+def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, limit: float) -> Choice:
+    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs."""
+    memory, new = learner.method.memory, not learner.classes_
+    passes = epochs * (train + (train if memory is not None and len(memory) else 0))
+    seconds = TRAINING_COST * passes * seconds_per_image(learner, given)
+    name, lasts, most = learner.method.name, duration(seconds), duration(limit)
+    if seconds <= limit:
+        reason = f"training takes about {lasts}, within {most}"
+        return Choice(BALANCED, name, reason, seconds, limit)
+    if new:
+        reason = f"training would take about {lasts}, more than {most}; --time allows it"
+        return Choice(BALANCED, CLOSED_FORM, reason, seconds, limit)
+    fewer = max(1, int(epochs * limit / seconds))
+    reason = f"{fewer} epochs instead of {epochs}, which would take about {lasts}, more than {most}"
+    return Choice(BALANCED, name, reason, seconds, limit, fewer)
+
+
+def seconds_per_image(learner: Learner, given: Labelled) -> float:
+    """How long the encoder takes for an image here and now."""
+    import numpy as np
+
+    few = given.images.select(np.arange(min(_FEW, len(given.images))))
+    pixels = learner.method.preprocess.batch(few)
+    learner.method.encoder_features(pixels)  # the first call prepares things
+    started = time.perf_counter()
+    learner.method.encoder_features(pixels)
+    return (time.perf_counter() - started) / len(few)
+
+
+def duration(seconds: float) -> str:
+    """A time in words."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{max(round(seconds), 1)} s"
+    return f"{minutes} min {rest} s" if minutes < 10 and rest else f"{minutes} min"
+
+
 def width_for(train: int) -> int:
     """How many random features the expert of tpl-plus gets, for a first task with `train` training images."""
     from tpl.methods.parts.ridge import features_for
@@ -223,14 +349,16 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
             trained.update(event.data)
 
     old = [len(images) for images in memory.exemplars] if memory is not None else []
-    batch = min(learner.method.config.batch_size, max(1, len(few) // 2))
+    batch = min(getattr(learner.method.config, "batch_size", 1), max(1, len(few) // 2))
     # The blocks below the adapted ones are computed once for all epochs.
     rounds = 1 if getattr(learner.method.config, "adapted_blocks", "all") == "all" else min(epochs, _ROUNDS)
-    learner.method.set_options(epochs=rounds, batch_size=batch)
+    if epochs:
+        learner.method.set_options(epochs=rounds, batch_size=batch)
     started = time.perf_counter()
     learner.learn(as_task(given.with_images(few), "timing"), name="timing", held_out=0, callback=callback)
-    around = time.perf_counter() - started - trained["seconds"]  # statistics, and the memory under every task's model
-    speed = trained["images"] / trained["seconds"]
+    # What is not training: statistics, and the memory under every task's model.
+    around = time.perf_counter() - started - trained.get("seconds", 0.0)
+    speed = trained["images"] / trained["seconds"] if trained else 1.0
     passes = epochs * (train + replayed)
     seconds = passes / speed + around * max(len(given.images) / len(few), 1)
     if memory is None or not memory.budget:  # statistics that replace images do not grow with their number
@@ -257,6 +385,11 @@ def _some_of_each(given: Labelled) -> Any:
     return np.concatenate([np.flatnonzero(labels == c)[:each] for c in range(len(given.class_names))])
 
 
+def choice_text(choice: dict[str, Any]) -> str:
+    """The choice of a preset in one line."""
+    return f"{choice['preset']}: {choice['method']}, as {choice['reason']}."
+
+
 def print_plan(report: dict[str, Any]) -> None:
     """Print what would be learned."""
     table = Table("class", box=None, header_style="bold")
@@ -272,13 +405,16 @@ def print_plan(report: dict[str, Any]) -> None:
     else:
         minutes, seconds = divmod(round(report["seconds"]), 60)
         lasts = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+        work = f"{report['epochs']} epochs" if report["epochs"] else "no training"
         out.print(
-            f"Time: about {lasts} for {report['epochs']} epochs, measured on a few steps just now. "
+            f"Time: about {lasts} for {work}, measured on a few steps just now. "
             f"On disk: about {size(report['bytes'])}.",
             highlight=False,
         )
+    if report.get("choice"):
+        out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
     memory = report["memory"]
-    if memory["kind"] != "images":
+    if memory["kind"] != "images" or not memory["budget"]:
         out.print("Memory: no images. Nothing was stored.", highlight=False)
         return
     of = f", {size(report['memory_budget_bytes'])}" if "memory_budget_bytes" in report else ""

@@ -193,6 +193,12 @@ def _warn_of_small_share(learner: Learner, reject: float | None) -> None:
     floor = learner.rejection_floor()
     if reject is None or reject >= floor - ROUNDING:
         return
+    if learner.method.left_out() is not None:
+        warn(
+            f"--reject {reject:g} rests on extrapolation: about that share of known images is rejected from "
+            f"{round_up(floor):g} on, one in all images learned plus one. `tpl learn --update` adds images."
+        )
+        return
     fewest = min(learner.tasks_, key=lambda task: task.held_out)
     needed = math.ceil(1 / reject - 1 - ROUNDING)
     use = f"; --reject {round_up(floor):g} is the least that can" if floor < 1 else ""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ class Answers:
     passes: Tensor | None = None  # passes through task models for each image, [n]
 
 
+class LeftOut(NamedTuple):
+    """Images that were learned, each classified as if it had not been: by all others (leave-one-out)."""
+
+    labels: Tensor  # [n], class numbers
+    log_p: Tensor  # [n, classes]
+
+
 class Method(ABC):
     """Learns tasks one by one and classifies among all their classes."""
 
@@ -61,6 +68,7 @@ class Method(ABC):
     cumulative: ClassVar[bool] = False  # True: needs all data so far at every stage (an upper bound)
     own_options: ClassVar[tuple[str, ...]] = ()  # options whose defaults hold whatever a benchmark sets
     splits: ClassVar[bool] = False  # whether several processes can share its batches: see `check_splits`
+    leaves_one_out: ClassVar[bool] = False  # whether `left_out` measures it, so that no image need be held out
     has_task_models: ClassVar[bool] = False  # whether every task has a model of its own
 
     memory: Memory | None = None
@@ -144,6 +152,14 @@ class Method(ABC):
     def learn_task_from(self, other: Method, task: Task, samples: Samples) -> None:
         """Learn a task without training, from a method with equal training that has just learned the same samples."""
         raise NotImplementedError
+
+    def left_out(self) -> LeftOut | None:
+        """What leave-one-out says of images of all classes, old and new; None for a method that cannot do it."""
+        return None
+
+    def measure(self, held: Samples) -> Tensor:
+        """log P(class | image) of the newest task's held-out images, as for images that were never seen."""
+        return self.answer(held.pixels).log_p
 
     def hold_out(self, held: Samples) -> None:  # noqa: B027 (most methods do not use them)
         """Use images held out of the newest task's training, e.g. to calibrate unknown scores."""

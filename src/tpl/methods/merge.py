@@ -21,10 +21,12 @@ from tpl.engine import Recipe
 from tpl.errors import TplError
 from tpl.methods.bank import Outputs, Query
 from tpl.methods.base import Method
+from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts.added_ridge import add_samples, add_sums, finish, same_features
+from tpl.methods.parts.closed_form import ClosedForm
+from tpl.methods.parts.closed_form import same_features as same_random_features
 from tpl.methods.plus import EXPERT, Balance, TPLPlus
 from tpl.methods.tpl import TPL
-from tpl.scores.distances import ClassStatistics
 
 # Two models may differ in options of training, and in how many task models are run.
 MAY_DIFFER = {f.name for f in fields(Recipe)} | {
@@ -36,7 +38,7 @@ MAY_DIFFER = {f.name for f in fields(Recipe)} | {
 }
 MAY_DIFFER |= {"passes", "passes_mass"}  # the first model's hold
 # What an expert consists of: anything else in it could not be merged.
-PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view")
+PARTS = ("projection", "gram", "sums", "counts", "weights", "chosen", "balance.", "view", "closed.")
 ADDED, LEARNED, ESTIMATED = "added", "learned", "estimated"
 
 
@@ -46,6 +48,8 @@ def merge(a: Method, b: Method, estimate: bool = False) -> str | None:
     Returns how the global expert was merged: its sums `added`, the images of `b` `learned` from its memory, or their
     part of the sums `estimated` from fewer images (only with `estimate`); None without an expert.
     """
+    if isinstance(a, ClosedFormExperts) and isinstance(b, ClosedFormExperts):
+        return _merge_closed_form_models(a, b)
     first, second = _check(a, b)
     how = _expert_rule(first, second, estimate) if isinstance(first, TPLPlus) and isinstance(second, TPLPlus) else None
     with first.attempt():
@@ -61,10 +65,16 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
     """Refuse what cannot be merged exactly; both are on one device."""
     for method in (a, b):
         if not isinstance(method, TPL) or type(method).name not in ("tpl", "tpl-plus"):
-            raise TplError(f"Models of tpl and tpl-plus can be merged; '{method.name}' cannot.")
-        if not method.task_classes_:
-            raise TplError("One of the models has no class yet: there is nothing to merge.")
+            raise TplError(f"Models of tpl, tpl-plus and closed-form can be merged; '{method.name}' cannot.")
+    _check_alike(a, b)
     assert isinstance(a, TPL) and isinstance(b, TPL)
+    return a, b
+
+
+def _check_alike(a: Method, b: Method) -> None:
+    """Refuse models of different methods, encoders or options, and equal classes."""
+    if not a.task_classes_ or not b.task_classes_:
+        raise TplError("One of the models has no class yet: there is nothing to merge.")
     if a.name != b.name:
         raise TplError(f"The models have different methods, {a.name} and {b.name}; only equal ones can be merged.")
     if a.encoder.fingerprint != b.encoder.fingerprint:
@@ -80,7 +90,18 @@ def _check(a: Method, b: Method) -> tuple[TPL, TPL]:
     known = sorted(set(a.classes_) & set(b.classes_))
     if known:
         raise TplError(f"Both models have {', '.join(known)}; class names must be different: rename them in one.")
-    return a, b
+
+
+def _merge_closed_form_models(a: ClosedFormExperts, b: ClosedFormExperts) -> str:
+    """Add the sums of `b`: the result is that of learning all images of both."""
+    _check_alike(a, b)
+    if not same_random_features(a.learned, b.learned):
+        raise TplError("The models have different random features (random_features); their sums cannot be added.")
+    with a.attempt():
+        a.learned.merge(b.learned)
+        a.task_classes_ = [*a.task_classes_, *b.task_classes_]
+    a.removed_tasks += b.removed_tasks
+    return ADDED
 
 
 def _merge_banks(a: TPL, b: TPL) -> None:
@@ -106,20 +127,13 @@ def _merge_banks(a: TPL, b: TPL) -> None:
         a.statistics.evidence.own_ = a.statistics.evidence.own_ + b.statistics.evidence.own_
         a.statistics.evidence.foreign_ = a.statistics.evidence.foreign_ + b.statistics.evidence.foreign_
         if a.statistics.space is not None and b.statistics.space is not None:
-            a.statistics.space._take(_added(a.statistics.space.statistics, b.statistics.space.statistics))
+            a.statistics.space._take(a.statistics.space.statistics.joined(b.statistics.space.statistics))
     a.task_classes_ = [*a.task_classes_, *b.task_classes_]
     a._use_memory(a.task_classes_, calibrate=True)
 
 
 def _joined(a: Outputs, b: Outputs) -> Outputs:
     return Outputs(*(torch.cat(pair) for pair in zip(a, b, strict=True)))
-
-
-def _added(a: ClassStatistics, b: ClassStatistics) -> ClassStatistics:
-    """Statistics of different classes in one."""
-    b = ClassStatistics(*(part.to(a.means) for part in b))
-    counts, means = torch.cat([a.counts, b.counts]), torch.cat([a.means, b.means])
-    return ClassStatistics(counts, a.seen + b.seen, means, a.scatter + b.scatter)
 
 
 # The global expert
@@ -174,7 +188,16 @@ def _merge_experts(a: TPLPlus, b: TPLPlus, add: bool) -> None:
         first = len(a.bank.tasks) - len(b.bank.tasks)
         a.held_[first:] = [held._replace(common=None) for held in a.held_[first:]]
     finish(a.expert, known, labels)
+    a.closed_ = _merged_closed_forms(a, b)
     a.balance_ = Balance(a.balance_.likelihoods + b.balance_.likelihoods, a.balance_.images + b.balance_.images)
+
+
+def _merged_closed_forms(a: TPLPlus, b: TPLPlus) -> ClosedForm | None:
+    """The sums of both closed forms added; None unless both models have one on the same random features."""
+    if a.closed_ is None or b.closed_ is None or not same_random_features(a.closed_, b.closed_):
+        return None
+    a.closed_.merge(b.closed_)
+    return a.closed_
 
 
 def _empty(method: TPLPlus) -> Tensor:

@@ -5,8 +5,10 @@
 A task model separates its own classes well but was hardly trained on others; the global expert (RanPAC's classifier) is
 weaker but covers all classes. They make different errors, so their product is better than either. The expert's input
 is the encoder's own features and those under the models of the first task or tasks (its views), which fit the images
-better and never change. The expert also selects the tasks whose models are run (`passes`). The exponents a and w are
-fitted on images held out of training; without any, a is 1 and w an option.
+better and never change. If the first task has few images (fewer than 1000), the expert's probabilities are multiplied
+by those of a classifier in closed form over the encoder's features (`parts.closed_form`), the best one with so few;
+leave-one-out then calibrates the unknown score on all images. The expert also selects the tasks whose models are run
+(`passes`). The exponents a and w are fitted on images held out of training; without any, a is 1 and w an option.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
-from tpl.methods.base import KEEP, UNKNOWN, Answers, register, task_of_class
+from tpl.methods.base import KEEP, UNKNOWN, Answers, LeftOut, register, seeded, task_of_class
+from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import Encoder
@@ -37,6 +40,7 @@ REMOVED = -1  # instead of a task's number: its model is in the expert alone
 EXPERT = "expert."
 VIEW = "view."
 BALANCE = "balance."
+CLOSED = "closed."
 SHARED = 4  # views that share the random features, the encoder among them; a further one has as many as each of these
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
@@ -156,6 +160,8 @@ class TPLPlus(TPL):
         super().__init__(encoder, config, compute, seed)
         self.expert: RandomRidge | None = None
         self.balance_ = Balance()
+        self.closed_: ClosedForm | None = None  # a further expert, if the first task has few images
+        self._measured: Tensor | None = None  # answers for the newest task's held-out images, before it learned them
         self.views_: list[TaskModel] = []  # the models whose features the expert uses; they outlast their tasks
 
     def conclude(self, task: Task, samples: Samples) -> None:
@@ -164,7 +170,13 @@ class TPLPlus(TPL):
         super().conclude(task, samples)
         if stored is not None or (self.expert is None and self.config.expert_views != ENCODER):
             self.views_.append(self.bank.tasks[-1])
-        inputs, numbers = self._normalised(self.common_features(samples.pixels)), samples.labels + len(self.classes_)
+        common, numbers = self.common_features(samples.pixels), samples.labels + len(self.classes_)
+        inputs = self._normalised(common)
+        if self.expert is None and len(inputs) < MANY_IMAGES:
+            drawn = seeded(0, 0, "closed form")  # whatever the method's seed: then models can be merged
+            self.closed_ = ClosedForm.drawn(self.encoder.dim, 0, drawn, inputs.device)
+        if self.closed_ is not None:
+            self.closed_.learn(common[:, : self.encoder.dim], numbers)
         if self.expert is None:
             self.expert = self._new_expert(inputs)
         elif stored is not None:
@@ -222,9 +234,15 @@ class TPLPlus(TPL):
         """Also fit the exponents of bank and expert."""
         with self.bank.sharing(held.pixels):
             super().hold_out(held)
-            self._fit_exponents(
-                held.pixels, held.labels + len(self.classes_) - self.bank.tasks[-1].own, self.held_[-1].common
-            )
+            numbers = held.labels + len(self.classes_) - self.bank.tasks[-1].own
+            self._fit_exponents(held.pixels, numbers, self.held_[-1].common)
+            if self.closed_ is not None:
+                self._measured = self.answer(held.pixels).log_p
+                self.closed_.update(self.encoder_features(held.pixels), numbers)
+
+    def measure(self, held: Samples) -> Tensor:
+        """Answers for the newest task's held-out images, as they were before the closed form learned these as well."""
+        return super().measure(held) if self._measured is None else self._measured
 
     def _fit_exponents(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
         """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes."""
@@ -308,7 +326,10 @@ class TPLPlus(TPL):
     def expert_log_probabilities(self, common: Tensor) -> Tensor:
         """log P_global(class | image) from `common_features`."""
         assert self.expert is not None
-        return self.expert.log_probabilities(self._normalised(common))
+        found = self.expert.log_probabilities(self._normalised(common))
+        if self.closed_ is None:
+            return found
+        return (found + self.closed_.log_probabilities(common[:, : self.encoder.dim])).log_softmax(dim=1)
 
     def _normalised(self, common: Tensor) -> Tensor:
         """The encoder's features and those under every view, each scaled to length 1, so that none dominates."""
@@ -358,7 +379,9 @@ class TPLPlus(TPL):
         scores = self._dense_scores(joined) if scores is None else scores
         log_p = self._fused(joined, queried, scores, expert)
         unknown = None
-        if UNKNOWN in want:
+        if UNKNOWN in want and self.closed_ is not None:
+            unknown = self.closed_.unknown_scores(joined.common[:, : self.encoder.dim])
+        elif UNKNOWN in want:
             known = _dense(joined, self.in_distribution_score)
             known = known.masked_fill(~queried, -torch.inf) if self._knows_queried_tasks else known
             unknown = unknown_scores(list(known.T.contiguous()), self.held_scores())
@@ -422,7 +445,15 @@ class TPLPlus(TPL):
             queried[:, task] = True
         return queried
 
-    # Unknown scores, from the queried tasks alone
+    # Unknown scores: of the closed form, or from the queried tasks alone
+
+    def rejection_floor(self) -> float:
+        """The smallest share that rests on counted images, and not on extrapolation or nothing."""
+        return super().rejection_floor() if self.closed_ is None else 1 / (1 + len(self.closed_.known_scores))
+
+    def left_out(self) -> LeftOut | None:
+        """What leave-one-out says of stored features by the closed form alone; None with many images."""
+        return None if self.closed_ is None else LeftOut(*self.closed_.measured())
 
     def held_common(self, pixels: Tensor) -> Tensor:
         """The expert's input for held-out images: it decides which tasks are queried with them, now and later."""
@@ -454,12 +485,18 @@ class TPLPlus(TPL):
         assert self.expert is not None
         self.expert.update(self._normalised(self.common_features(samples.pixels)), self.numbers_of(task, samples))
         self._fit_exponents(held.pixels, self.numbers_of(task, held))
+        if self.closed_ is not None:
+            for part in (samples, held):
+                if len(part):
+                    self.closed_.update(self.encoder_features(part.pixels), self.numbers_of(task, part))
         self._held_scores = None  # the expert has changed
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Remove the class from TPL and from the expert; a removed task's model stays a view, its units protected."""
         assert self.expert is not None
         self.expert.forget(number)
+        if self.closed_ is not None:
+            self.closed_.forget(number)
         super().remove_class(task, own, number)
 
     def shared_state(self) -> dict[str, Tensor]:
@@ -477,6 +514,8 @@ class TPLPlus(TPL):
         tasks = [self.bank.tasks.index(view) if view in self.bank.tasks else REMOVED for view in self.views_]
         if (self.config.expert_views == SEVERAL and tasks) or REMOVED in tasks:
             expert["views"] = torch.tensor(tasks, dtype=torch.long)
+        if self.closed_ is not None:
+            expert |= {CLOSED + k: v for k, v in self.closed_.state().items()}
         for place, (view, task) in enumerate(zip(self.views_, tasks, strict=True)):
             if task == REMOVED:
                 expert |= {f"{VIEW}{place}.{k}": v.detach() for k, v in view.state_dict().items()}
@@ -487,6 +526,8 @@ class TPLPlus(TPL):
         super().load_own_state(shared, tasks)
         found = under_prefix(EXPERT, shared)
         self.expert = RandomRidge.from_state(found, self.config) if found else None
+        closed = under_prefix(CLOSED, found)
+        self.closed_, self._measured = ClosedForm.from_state(closed) if closed else None, None
         self.balance_ = Balance.from_state(under_prefix(BALANCE, found))
         self.views_ = self._stored_views(found)
 

@@ -1,5 +1,8 @@
 """TPL over feature vectors: options, a memory of vectors, and pickling of a trained model.
 
+If the first task has few samples, the bank's prediction is multiplied by that of classifiers in closed form over the
+standardised vectors, with exponents fitted on held-out samples, as in tpl-plus.
+
 It is not a registered method, since those learn from images; `tpl.estimator` is its public interface.
 """
 
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,11 +27,14 @@ from tpl.config import option
 from tpl.engine import Compute, Samples, choose_compute
 from tpl.errors import TplError
 from tpl.memory import Memory
+from tpl.methods.bank import Outputs
 from tpl.methods.base import seeded
+from tpl.methods.parts.closed_form import ClosedForm
+from tpl.methods.plus import BALANCE, CLOSED, MANY_IMAGES, Balance
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.migrate import current_options
 from tpl.nets.vectors import VectorEncoder, random_units
-from tpl.store import State
+from tpl.store import State, under_prefix
 from tpl.stream import ImageSet, Preprocess, Task
 from tpl.stream.vectors import LIMIT, VectorSet, standardisation
 
@@ -35,6 +42,7 @@ Array = NDArray[Any]
 
 FOR_IMAGES = ("augment", "rotation_classes", "tta")  # options that do not apply to vectors
 VERSION = 2  # of what is pickled
+RANDOM_FEATURES = 512  # of the closed form
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,8 @@ class VectorTPL(TPL):
     encoder: VectorEncoder
     memory: VectorMemory
     device = "cpu"  # as the user wrote it
+    closed_: ClosedForm | None = None  # if the first task has few samples
+    balance_ = Balance()
 
     @classmethod
     def new(cls, first: Array, config: VectorConfig, device: str, seed: int) -> Self:
@@ -176,11 +186,63 @@ class VectorTPL(TPL):
             model.head_weight.zero_()
             model.head_bias.fill_(1)
         super().conclude(task, samples)
+        if len(self.bank.tasks) == 1 and len(samples) < MANY_IMAGES and self.statistics is None:
+            drawn = self.generator("closed form", task=0)
+            self.closed_ = ClosedForm.drawn(samples.pixels.shape[1] + 1, RANDOM_FEATURES, drawn, self.compute.device)
+        if self.closed_ is not None:
+            self.closed_.learn(self._with_length(samples.pixels), samples.labels + len(self.classes_))
+
+    def hold_out(self, held: Samples) -> None:
+        """Also fit the exponents of bank and closed form; the latter then learns these samples as well."""
+        super().hold_out(held)
+        if self.closed_ is None:
+            return
+        numbers, common = held.labels + len(self.classes_) - self.bank.tasks[-1].own, self._with_length(held.pixels)
+        if len(self.classes_) > 1:
+            bank = super().log_probabilities_of(self.outputs(held.pixels))
+            self.balance_ = self.balance_.updated(bank, self.closed_.log_probabilities(common), numbers)
+        self.closed_.update(common, numbers)
+
+    def common_features(self, pixels: Tensor) -> Tensor | None:
+        """The input of the closed form."""
+        return super().common_features(pixels) if self.closed_ is None else self._with_length(pixels)
+
+    def log_probabilities_of(
+        self, outputs: list[Outputs], scores: Tensor | None = None, common: Tensor | None = None
+    ) -> Tensor:
+        """log P(class | sample) of the bank, times that of the closed form."""
+        bank = super().log_probabilities_of(outputs, scores)
+        if self.closed_ is None or common is None:
+            return bank
+        a, w = self.balance_.exponents
+        return (a * bank + w * self.closed_.log_probabilities(common)).log_softmax(dim=1)
+
+    @staticmethod
+    def _with_length(vectors: Tensor) -> Tensor:
+        """Vectors with a constant as long as a usual one: scaled to length 1, they still tell how long they were."""
+        return F.pad(vectors, (0, 1), value=vectors.shape[1] ** 0.5)
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
-        """Update statistics and memory; no weight changes."""
+        """Update statistics, memory and closed form; no weight changes."""
         self.memory.seen = sum(self.samples_seen)
         super().update_classes(task, samples, held)
+        for part in (samples, held):
+            if self.closed_ is not None and len(part):
+                self.closed_.update(self._with_length(part.pixels), self.numbers_of(task, part))
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Also the closed form, and the likelihoods behind the exponents."""
+        if self.closed_ is None:
+            return super().shared_state()
+        own = {CLOSED + k: v for k, v in self.closed_.state().items()}
+        return super().shared_state() | own | {BALANCE + k: v for k, v in self.balance_.state().items()}
+
+    def load_own_state(self, shared: dict[str, Tensor], tasks: list[dict[str, Tensor]]) -> None:
+        """Restore scores, calibration and closed form."""
+        super().load_own_state(shared, tasks)
+        closed = under_prefix(CLOSED, shared)
+        self.closed_ = ClosedForm.from_state(closed) if closed else None
+        self.balance_ = Balance.from_state(under_prefix(BALANCE, shared))
 
     # Copies and pickles: plain values and tensors, which can be loaded on any device
 

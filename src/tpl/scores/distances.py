@@ -58,6 +58,12 @@ class ClassStatistics(NamedTuple):
             self.scatter + deviations.T @ deviations + between,
         )
 
+    def joined(self, other: ClassStatistics) -> ClassStatistics:
+        """The statistics of these and of other classes, which follow."""
+        other = ClassStatistics(*(part.to(self.means) for part in other))
+        counts, means = torch.cat([self.counts, other.counts]), torch.cat([self.means, other.means])
+        return ClassStatistics(counts, self.seen + other.seen, means, self.scatter + other.scatter)
+
     def without(self, c: int) -> ClassStatistics:
         """The statistics without one class; the scatter, which is pooled over classes, stays."""
         return self._replace(counts=without_row(self.counts, c), means=without_row(self.means, c))
@@ -76,12 +82,12 @@ class ClassStatistics(NamedTuple):
         (1 - a) Sigma + a I.
         """
         n, d = int(self.seen), len(self.scatter)
-        covariance = self._spread() / n
+        covariance = self.spread() / n
         if isinstance(shrinkage, float):
             return (1 - shrinkage) * covariance + shrinkage * torch.eye(d).to(covariance)
         return _shrunk(covariance, n) if self.estimator(shrinkage) == "oas" else covariance
 
-    def _spread(self) -> Tensor:
+    def spread(self) -> Tensor:
         """The scatter, or a substitute for it where it is zero.
 
         With one sample per class nothing deviates from the class means: then the scatter of the means is used, and
@@ -137,11 +143,16 @@ def unpacked(triangle: Tensor, size: int) -> Tensor:
 
 def _shrunk(covariance: Tensor, n: int) -> Tensor:
     """The oracle approximating shrinkage estimate (Chen et al., 2010), from the covariance alone."""
+    d, share, mu = len(covariance), oas_share(covariance, n), covariance.trace() / len(covariance)
+    return (1 - share) * covariance + share * mu * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+
+
+def oas_share(covariance: Tensor, n: int) -> Tensor:
+    """The share of the identity, times the mean variance, in the oracle approximating shrinkage of n samples."""
     d = len(covariance)
     alpha, mu = covariance.square().mean(), covariance.trace() / d
     apart = (n + 1) * (alpha - mu.square() / d)
-    share = torch.where(apart > 0, (alpha + mu.square()) / apart.clamp_min(1e-300), 1.0).clamp_max(1.0)
-    return (1 - share) * covariance + share * mu * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    return torch.where(apart > 0, (alpha + mu.square()) / apart.clamp_min(1e-300), 1.0).clamp_max(1.0)
 
 
 # Mahalanobis distance

@@ -86,7 +86,8 @@ def learn_task(spec: JobSpec, send: Send) -> None:
         _report_problems(problems, set(found.class_names) - set(usable.class_names), spec, send)
         task = Task(spec.name, usable.class_names, usable.images)
         method, (train, _) = learner.method, hold_out(task, spec.held_out, [learner.method.seed])
-        method.set_options(epochs=spec.epochs or epochs_for(method, len(train)))
+        if hasattr(method.config, "epochs"):
+            method.set_options(epochs=spec.epochs or epochs_for(method, len(train)))
         learner.learn(task, name=spec.name, held_out=spec.held_out, callback=Progress(send), source=spec.title)
         send(progress=TRAINING, message="writing the model")
     send(done=asdict(learner.tasks_[-1]))

@@ -227,9 +227,9 @@ class RandomRidge:
         if factor is None:
             return None
         weights = self._weights(factor)
-        predicted, target = hidden @ weights, F.one_hot(y, self.classes).double()
+        predicted, target = self.outputs(hidden, weights), F.one_hot(y, self.classes).double()
         if inside:
-            predicted = _leave_one_out(predicted, hidden, target, factor)
+            predicted = leave_one_out(predicted, self.influence(hidden, factor), target)
         return Trial(float((predicted - target).square().mean()), *self._fit_temperature(predicted, y), weights)
 
     def _fit_temperature(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, float]:
@@ -286,8 +286,33 @@ class RandomRidge:
 
     def log_probabilities(self, z: Tensor) -> Tensor:
         """log P(class) over all classes at the fitted temperature, `[n, classes]`."""
-        predicted = torch.cat([self.hidden(part) @ self.weights for part in in_blocks(z, BLOCK)])
+        return self.log_softmax(self.predicted(z))
+
+    def predicted(self, z: Tensor) -> Tensor:
+        """The regression's outputs, about 1 for the right class and 0 for all others."""
+        return torch.cat([self.outputs(self.hidden(part), self.weights) for part in in_blocks(z, BLOCK)])
+
+    def outputs(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Outputs for random features, given the classifier."""
+        return hidden @ weights
+
+    def influence(self, hidden: Tensor, factor: Tensor) -> Tensor:
+        """h_i, the weight of each sample of the sums in its own output: x_i^T (G + lambda I)^-1 x_i, `[n]`."""
+        own: Tensor = torch.linalg.solve_triangular(factor, hidden.T, upper=False).square().sum(dim=0)
+        return own
+
+    def log_softmax(self, predicted: Tensor) -> Tensor:
+        """log P(class) from the regression's outputs."""
         return self._logits(predicted, self.temperature).log_softmax(dim=1)
+
+    def left_out(self, z: Tensor, y: Tensor) -> Tensor:
+        """Outputs for samples that are part of the sums, each by the regression of all others."""
+        factor, hidden = self._factor(self.strength), self.hidden(z)
+        if factor is None:
+            factor = self._factor(STRENGTHS[-1])
+        assert factor is not None
+        target = F.one_hot(y, self.classes).double()
+        return leave_one_out(self.outputs(hidden, self.weights), self.influence(hidden, factor), target)
 
     def _logits(self, predicted: Tensor, temperature: float) -> Tensor:
         scaled = predicted / temperature
@@ -354,11 +379,8 @@ def _ridge_map(x: Tensor, y: Tensor) -> Tensor:
     return x.T @ torch.cholesky_solve(y, factor) if dual else torch.cholesky_solve(x.T @ y, factor)
 
 
-def _leave_one_out(predicted: Tensor, hidden: Tensor, target: Tensor, factor: Tensor) -> Tensor:
-    """The prediction of each sample by the ridge regression of all others.
-
-    With h_i = x_i^T (G + lambda I)^-1 x_i, that is (predicted_i - h_i y_i) / (1 - h_i).
-    """
-    own = torch.linalg.solve_triangular(factor, hidden.T, upper=False).square().sum(dim=0).unsqueeze(1)
+def leave_one_out(predicted: Tensor, influence: Tensor, target: Tensor) -> Tensor:
+    """The prediction of each sample by the ridge regression of all others: (predicted_i - h_i y_i) / (1 - h_i)."""
+    own = influence.unsqueeze(1)
     rest: Tensor = (predicted - own * target) / (1 - own).clamp_min(SMALLEST_REST)
     return rest

@@ -1,0 +1,300 @@
+"""Two classifiers in closed form over a frozen encoder's features, multiplied: exact in any order, without training.
+
+    P(class | z) ~ P_lda(class | z)^2 * P_ridge(class | z)
+
+`P_lda` is linear discriminant analysis of unit features with a shrunk covariance, `P_ridge` ridge regression on random
+features (`parts.ridge`). Both follow from sums over samples, so tasks in any order give the result of all data at once,
+and the sums of two models can be added. Temperatures and the ridge's strength are chosen by leave-one-out, in closed
+form: each stored feature vector is classified by all other samples. Some feature vectors of every class are stored for
+that, all of them while there are few; which ones does not depend on the order of arrival.
+
+Leave-one-out also calibrates the unknown score, pooled over classes. An image looks known if its features point to a
+class's mean and the ridge regression is sure of a class.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpl.methods.parts.added_ridge import add_sums
+from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig
+from tpl.scores.calibration import graded_p_values
+from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
+
+RANDOM_FEATURES = 1024  # unless the option says otherwise: equal for all models, so that their sums can be added
+STORED = 2000  # feature vectors of all classes together
+# Chosen on four sets of photos under two encoders, with 3, 10 and 30 photos a class: docs/photos.md.
+LDA_EXPONENT, COSINE_WEIGHT = 2.0, 2.0
+SHARPNESS = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
+USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
+PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
+RULES = RidgeConfig(ridge_criterion="error")
+START = STRENGTHS[5]  # of the search for the ridge's strength
+SMALLEST = 1e-6  # of what remains of a sample's own influence
+
+
+class CentredRidge(RandomRidge):
+    """Ridge regression with an intercept: random features and targets are centred, which the same sums suffice for."""
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of all random features."""
+        return self.sums.sum(dim=1) / self.counts.sum().clamp_min(1)
+
+    @property
+    def shares(self) -> Tensor:
+        """The mean of all targets: every class's share of the samples."""
+        return self.counts / self.counts.sum().clamp_min(1)
+
+    def _factor(self, strength: float) -> Tensor | None:
+        centre = self.centre
+        ridge = self.gram - self.counts.sum() * torch.outer(centre, centre)
+        least = SMALLEST * float(self.gram.diagonal().mean())  # equal samples leave nothing but rounding
+        ridge.diagonal().add_(strength * (max(float(ridge.diagonal().mean()), least) or 1.0))
+        factor, failed = torch.linalg.cholesky_ex(ridge)
+        return None if bool(failed) else factor
+
+    def _weights(self, factor: Tensor) -> Tensor:
+        return torch.cholesky_solve(self.sums - torch.outer(self.centre, self.counts), factor).contiguous()
+
+    def outputs(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Outputs for random features, given the classifier."""
+        return (hidden - self.centre) @ weights + self.shares
+
+    def influence(self, hidden: Tensor, factor: Tensor) -> Tensor:
+        """The weight of each sample in its own output, through the intercept as well."""
+        return super().influence(hidden - self.centre, factor) + 1 / self.counts.sum()
+
+
+class Discriminant:
+    """Linear discriminant analysis with a covariance that is shrunk towards a multiple of the identity."""
+
+    def __init__(self, statistics: ClassStatistics) -> None:
+        self.counts, self.means = statistics.counts, statistics.means
+        freedom = max(int(statistics.seen) - len(self.counts), 1)
+        covariance = statistics.spread() / freedom
+        share, identity = oas_share(covariance, freedom), torch.eye(len(covariance)).to(covariance)
+        least = share * covariance.trace() / len(covariance)
+        mixed = (1 - share) * covariance + least.clamp_min(SMALLEST / len(covariance)) * identity
+        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(mixed))
+        self.weights = (self.means @ self.inverse).contiguous()  # [classes, dim]
+        self.offsets = -0.5 * (self.weights * self.means).sum(dim=1)
+        self.own = float((1 - share) / freedom)  # weight of one squared deviation in the covariance
+
+    def logits(self, x: Tensor) -> Tensor:
+        """log P(x | class) up to a term that all classes share."""
+        return F.linear(x, self.weights, self.offsets)
+
+    def left_out(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits of samples that are part of the sums, as if each of them were not; each class has another sample.
+
+        A sample's own deviation d leaves its class's mean and, as a rank-one term, the covariance A. With n samples of
+        the class and k = n / (n - 1) times the weight of a deviation,
+
+            (A - k d d^T)^-1 = A^-1 + k A^-1 d d^T A^-1 / (1 - k d^T A^-1 d).
+        """
+        count = self.counts[y]
+        deviations = x - self.means[y]
+        turned = deviations @ self.inverse
+        k = self.own * count / (count - 1)
+        rest = (1 - k * (turned * deviations).sum(dim=1)).clamp_min(SMALLEST)
+        along = (turned * x).sum(dim=1, keepdim=True) - turned @ self.means.T
+        squared = ((x @ self.inverse) * x).sum(dim=1, keepdim=True) - 2 * self.logits(x)
+        squared = squared + (k / rest).unsqueeze(1) * along.square()
+        own = F.one_hot(y, len(self.counts)).bool()
+        return -0.5 * torch.where(own, squared * (count / (count - 1)).square().unsqueeze(1), squared)
+
+
+class ClosedForm:
+    """Discriminant analysis times ridge regression, with an unknown score; `parts.first_task.Classifier`."""
+
+    def __init__(self, projection: Tensor) -> None:
+        device = projection.device
+        self.ridge = CentredRidge([projection], RULES)
+        self.statistics = ClassStatistics.empty(len(projection), device)  # of unit features
+        self.features = torch.zeros(0, len(projection), device=device)  # stored vectors, class by class
+        self.labels = torch.zeros(0, dtype=torch.long, device=device)
+        self.sharpness = USUAL[0]  # inverse temperature of the discriminant analysis
+        self.sureness = USUAL[2]  # inverse temperature of the product, which would be too sure of itself
+        self.discriminant: Discriminant | None = None
+        self.left_out = torch.zeros(0, 0, dtype=torch.float64, device=device)  # log P of stored vectors, left out
+        self.typical = torch.zeros(2, 2, dtype=torch.float64, device=device)  # means, deviations: cosine, ridge
+        self.known_scores = torch.zeros(0, dtype=torch.float64, device=device)  # of stored vectors, left out; sorted
+
+    @classmethod
+    def drawn(cls, dim: int, width: int, generator: torch.Generator, device: torch.device) -> Self:
+        """A classifier without classes; `width` 0 stands for the usual number of random features."""
+        return cls(torch.randn(dim, width or RANDOM_FEATURES, generator=generator).to(device))
+
+    @property
+    def classes(self) -> int:
+        """Classes seen."""
+        return len(self.statistics.counts)
+
+    def learn(self, z: Tensor, y: Tensor, generator: torch.Generator | None = None) -> None:
+        """Add samples; labels may include new classes."""
+        found = self.statistics.add(_unit(z), y)
+        self.statistics = found._replace(scatter=mirror(found.scatter))
+        self._store(z, y)
+        self._fit(z, y)
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        """Add more samples; the result is the same as if all had come at once."""
+        self.learn(z, y)
+
+    def merge(self, other: ClosedForm) -> None:
+        """Add the sums of a classifier with the same random features, whose classes follow these."""
+        self.statistics = self.statistics.joined(other.statistics)
+        add_sums(self.ridge, other.ridge)
+        count = self.classes - other.classes
+        self._store(other.features.to(self.features), other.labels.to(self.labels) + count)
+        self._fit(self.features[:0], self.labels[:0])
+
+    def forget(self, c: int) -> None:
+        """Remove a class and its stored vectors; what is pooled over classes stays."""
+        self.statistics = self.statistics.without(c)
+        kept = self.labels != c
+        self.features, self.labels = self.features[kept], self.labels[kept]
+        self.labels = self.labels - (self.labels > c).long()
+        self.ridge.sums = torch.cat([self.ridge.sums[:, :c], self.ridge.sums[:, c + 1 :]], dim=1)
+        self.ridge.counts = without_row(self.ridge.counts, c)
+        self._fit(self.features[:0], self.labels[:0])
+
+    def _store(self, z: Tensor, y: Tensor) -> None:
+        """Keep the same number of vectors of every class: those with the smallest checksums, whatever their order."""
+        z, y = torch.cat([self.features, z.to(self.features)]), torch.cat([self.labels, y])
+        quota = max(STORED // max(self.classes, 1), 2)
+        chosen = []
+        for c in range(self.classes):
+            own = torch.nonzero(y == c).squeeze(1)
+            keys = [zlib.crc32(row.tobytes()) for row in z[own].cpu().numpy()]
+            order = sorted(range(len(keys)), key=keys.__getitem__)[:quota]
+            chosen.append(own[order])
+        rows = torch.cat(chosen) if chosen else y[:0]
+        self.features, self.labels = z[rows].contiguous(), y[rows].contiguous()
+
+    # Leave-one-out
+
+    def _rows(self) -> Tensor:
+        """Stored vectors that can be left out: their class has another sample."""
+        return torch.nonzero(self.statistics.counts[self.labels] > 1).squeeze(1)
+
+    def _fit(self, z: Tensor, y: Tensor) -> None:
+        """Add samples to the ridge regression, then choose its strength and all temperatures by leave-one-out."""
+        rows = self._rows() if self.classes > 1 else self.labels[:0]
+        known, labels = self.features[rows], self.labels[rows]
+        self.ridge.strength, self.ridge.temperature = START, USUAL[1]
+        if len(rows):
+            self.ridge.learn_whole(z, y, known, labels)
+        else:
+            self.ridge.update(z, y)
+        self._derive(choose=True)
+
+    def _derive(self, choose: bool) -> None:
+        """Compute what follows from sums and stored vectors; the temperature of the discriminant only if `choose`."""
+        self.discriminant = Discriminant(self.statistics)
+        rows = self._rows()
+        z, y = self.features[rows], self.labels[rows]
+        logits = self.discriminant.left_out(_unit(z), y)
+        predicted = self.ridge.left_out(z, y)
+        if choose:
+            several = len(rows) > 0 and self.classes > 1
+            self.sharpness, self.sureness = _sharpness(logits, y, USUAL[0]) if several else USUAL[0], 1.0
+            self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
+        self.left_out = self._joined(logits, predicted)
+        parts = logits.new_zeros(1, 2)
+        if len(rows):
+            parts = torch.stack([self._cosines(z, y).amax(dim=1), predicted.amax(dim=1)], dim=1)
+        deviations = parts.std(dim=0, correction=0)
+        self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
+        self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """The classes of stored vectors, and log P(class) for each by all other samples, `[n, classes]`."""
+        return self.labels[self._rows()], self.left_out
+
+    # Answers
+
+    def log_probabilities(self, z: Tensor) -> Tensor:
+        """log P(class) of features, `[n, classes]`, float64."""
+        assert self.discriminant is not None
+        return self._joined(self.discriminant.logits(_unit(z)), self.ridge.predicted(z))
+
+    def _joined(self, logits: Tensor, predicted: Tensor) -> Tensor:
+        lda = (self.sharpness * logits).log_softmax(dim=1)
+        product = LDA_EXPONENT * lda + self.ridge.log_softmax(predicted)
+        return (self.sureness * product).log_softmax(dim=1)
+
+    def unknown_scores(self, z: Tensor) -> Tensor:
+        """1 - p of every sample: of known ones, about a share `a` reach 1 - a, as stored vectors do when left out.
+
+        With n stored vectors, scores above n / (n + 1) are extrapolated: the further out, the higher.
+        """
+        parts = torch.stack([self._cosines(z).amax(dim=1), self.ridge.predicted(z).amax(dim=1)], dim=1)
+        return 1 - graded_p_values(self._known(parts), self.known_scores)
+
+    def _known(self, parts: Tensor) -> Tensor:
+        """How well known samples look, from their largest cosine and their largest output of the ridge regression."""
+        scaled = (parts - self.typical[0]) / self.typical[1]
+        return COSINE_WEIGHT * scaled[:, 0] + scaled[:, 1]
+
+    def _cosines(self, z: Tensor, y: Tensor | None = None) -> Tensor:
+        """Cosines to every class's mean; with `y`, samples that are part of the means are left out of them."""
+        x, means = _unit(z), self.statistics.means
+        cosines = x @ F.normalize(means, dim=1).T
+        if y is None or not len(y):
+            return cosines
+        rest = self.statistics.counts[y].unsqueeze(1) * means[y] - x
+        own = (F.normalize(rest, dim=1) * x).sum(dim=1, keepdim=True)
+        return torch.where(F.one_hot(y, len(means)).bool(), own, cosines)
+
+    # Storage
+
+    def state(self) -> dict[str, Tensor]:
+        """Sums, stored vectors, and what was chosen by leave-one-out."""
+        found = {f"ridge.{name}": part for name, part in self.ridge.state().items()}
+        found |= {f"unit.{name}": part for name, part in self.statistics._asdict().items()}
+        found["unit.scatter"] = packed(self.statistics.scatter)
+        chosen = torch.tensor([self.sharpness, self.sureness], dtype=torch.float64)
+        return found | {"features": self.features, "labels": self.labels, "sharpness": chosen}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> Self:
+        """The classifier that `state` came from."""
+        ridge = {name.removeprefix("ridge."): part for name, part in state.items() if name.startswith("ridge.")}
+        found = cls(ridge["projection"])
+        found.ridge = CentredRidge.from_state(ridge, RULES)
+        parts = {name: state[f"unit.{name}"] for name in ClassStatistics._fields}
+        parts["scatter"] = unpacked(parts["scatter"], len(ridge["projection"]))
+        found.statistics = ClassStatistics(**parts)
+        found.features, found.labels = state["features"], state["labels"]
+        found.sharpness, found.sureness = state["sharpness"].tolist()
+        found._derive(choose=False)
+        return found
+
+
+def same_features(a: ClosedForm, b: ClosedForm) -> bool:
+    """Whether two classifiers have the same random features, so that their sums can be added."""
+    mine, others = a.ridge.projections[0], b.ridge.projections[0]
+    return mine.shape == others.shape and torch.equal(mine, others.to(mine))
+
+
+def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
+    """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
+
+    def posterior(value: float) -> float:
+        likelihood = -float(F.cross_entropy(value * logits, y, reduction="sum"))
+        return likelihood - PRIOR * math.log2(value / usual) ** 2
+
+    best: float = max(SHARPNESS, key=posterior)
+    return best
+
+
+def _unit(z: Tensor) -> Tensor:
+    return F.normalize(z.double(), dim=1)

@@ -1,0 +1,109 @@
+"""`tpl learn --preset` and `--time`: what is trained, what is said about it, and how a model goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import ask, call, refusal
+from pictures import photos
+from small_encoder import SMALL_VIT
+from tpl import Learner, TplError
+from tpl.answers import Measured
+from tpl.cli import plan
+from tpl.cli.plan import duration, parse_time
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("presets")
+    photos(root / "pets", ["cat", "cow"])
+    photos(root / "birds", ["hen", "owl"])
+    return root
+
+
+def learn(model: Path, folder: Path, *options: str) -> dict[str, object]:
+    found: dict[str, object] = ask("learn", model, folder, "--encoder", SMALL_VIT, "--device", "cpu", *options)
+    return found
+
+
+def test_quick_trains_nothing_and_goes_on_without_training(place: Path, tmp_path: Path) -> None:
+    first = learn(tmp_path / "m", place / "pets", "--preset", "quick")
+    assert first["epochs"] is None and first["images"] == 20 and first["old_classes"] is None
+    assert first["choice"]["method"] == "closed-form"  # type: ignore[index]
+    second = learn(tmp_path / "m", place / "birds")
+    assert second["epochs"] is None and second["accuracy"] is not None
+    effect = second["old_classes"]
+    assert effect["before"]["images"] == effect["after"]["images"] == 20 and effect["by"] == "model"  # type: ignore[index]
+    model = Learner.load(tmp_path / "m", device="cpu")
+    assert model.method.name == "closed-form" and model.preset == "quick" and len(model.classes_) == 4
+    told = call("predict", tmp_path / "m", place / "pets" / "cat", "--reject", "0.001", "--device", "cpu")
+    assert "extrapolation" in told.stderr
+    assert "leave --preset out" in refusal("learn", tmp_path / "m", place / "pets", "--preset", "best")
+
+
+def test_what_happened_to_older_classes_is_printed_with_counts_and_an_interval(place: Path, tmp_path: Path) -> None:
+    learn(tmp_path / "m", place / "pets", "--preset", "quick")
+    printed = call("learn", tmp_path / "m", place / "birds", "--device", "cpu").stdout
+    assert "without training" in printed and "quick: closed-form, as nothing is trained." in printed
+    assert "Older classes" in printed and "of 20 right before" in printed and " %)." in printed
+
+
+def test_balanced_trains_if_that_fits_the_time(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
+    none = learn(tmp_path / "a", place / "pets", "--time", "1s")
+    assert none["choice"]["method"] == "closed-form" and "more than 1 s" in none["choice"]["reason"]  # type: ignore[index]
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 1e-5)
+    trained = learn(tmp_path / "b", place / "pets")
+    assert trained["choice"]["method"] == "tpl-plus" and trained["epochs"] == 60  # type: ignore[index]
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
+    fewer = learn(tmp_path / "b", place / "birds", "--time", "12s")
+    assert 1 <= fewer["epochs"] < 60 and "instead of 60" in fewer["choice"]["reason"]  # type: ignore[index, operator]
+    assert "leave --preset out" in refusal("learn", tmp_path / "b", place / "birds", "--preset", "quick")
+
+
+def test_a_dry_run_says_what_would_be_chosen(place: Path, tmp_path: Path) -> None:
+    words = ["learn", tmp_path / "m", place / "pets", "--dry-run", "--preset", "quick", "--encoder", SMALL_VIT]
+    said = call(*words, "--device", "cpu").stdout
+    assert "for no training" in said and "quick: closed-form" in said and not (tmp_path / "m").exists()
+
+
+def test_any_method_that_needs_no_old_data_can_be_chosen(place: Path, tmp_path: Path) -> None:
+    found = learn(tmp_path / "m", place / "pets", "--method", "slda")
+    assert "choice" not in found and Learner.load(tmp_path / "m", device="cpu").method.name == "slda"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "fast"], "--preset takes quick, balanced, best"),
+        (["--preset", "quick", "--epochs", "3"], "leave out --epochs"),
+        (["--preset", "best", "--method", "tpl"], "leave out --method"),
+        (["--time", "soon"], "such as 90s or 5m"),
+        (["--time", "5m", "--preset", "quick"], "--time is for --preset balanced"),
+        (["--method", "tlp"], "tpl"),
+        (["--method", "joint"], "all tasks every time"),
+    ],
+)
+def test_mistakes_are_explained(options: list[str], message: str, place: Path, tmp_path: Path) -> None:
+    assert message in refusal("learn", tmp_path / "m", place / "pets", *options)
+
+
+def test_times_are_read_and_written() -> None:
+    assert [parse_time(text) for text in ("90s", "5m", "1h", "7", "1.5 min")] == [90, 300, 3600, 7, 90]
+    assert [duration(seconds) for seconds in (0.2, 59, 61, 600, 3601)] == [
+        "1 s",
+        "59 s",
+        "1 min 1 s",
+        "10 min",
+        "60 min",
+    ]
+    with pytest.raises(TplError, match="got '0s'"):
+        parse_time("0s")
+
+
+def test_an_interval_is_wide_for_few_images() -> None:
+    low, high = Measured(3, 4).interval
+    assert low == pytest.approx(0.3006, abs=1e-3) and high == pytest.approx(0.9544, abs=1e-3)
+    assert Measured(0, 0).interval == (0.0, 1.0) and Measured(5, 5).interval[1] == 1.0

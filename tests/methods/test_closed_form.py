@@ -1,0 +1,231 @@
+"""The classifiers in closed form: exact in any order, by leave-one-out, and with a graded unknown score."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from small_encoder import SMALL_VIT
+from tpl import Learner
+from tpl.methods import plus
+from tpl.methods.closed_form import ClosedFormExperts
+from tpl.methods.parts import closed_form
+from tpl.methods.parts.closed_form import ClosedForm, same_features
+from tpl.methods.plus import TPLPlus
+from tpl.scores.calibration import graded_p_values, p_values
+from tpl.stream import Stream
+
+DIM, WIDTH, CLASSES = 12, 40, 5
+CPU = torch.device("cpu")
+
+
+def blobs(each: int, seed: int = 0, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
+    """Gaussian classes around random means, shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    means = 1.5 * torch.randn(classes, DIM, generator=torch.Generator().manual_seed(99))
+    y = torch.arange(classes).repeat(each)
+    z = means[y] + torch.randn(len(y), DIM, generator=generator)
+    order = torch.randperm(len(y), generator=generator)
+    return z[order], y[order]
+
+
+def new(seed: int = 0) -> ClosedForm:
+    return ClosedForm.drawn(DIM, WIDTH, torch.Generator().manual_seed(seed), CPU)
+
+
+def learned(z: Tensor, y: Tensor) -> ClosedForm:
+    found = new()
+    found.learn(z, y)
+    return found
+
+
+def test_task_by_task_is_all_at_once() -> None:
+    z, y = blobs(8)
+    test, _ = blobs(10, seed=1)
+    whole, parts = learned(z, y), new()
+    for a, b in pairwise([0, 2, 3, CLASSES]):
+        rows = (y >= a) & (y < b)
+        half = torch.arange(len(y)) % 2 == 0
+        parts.learn(z[rows & half], y[rows & half])
+        parts.update(z[rows & ~half], y[rows & ~half])
+    torch.testing.assert_close(parts.log_probabilities(test), whole.log_probabilities(test), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(parts.unknown_scores(test), whole.unknown_scores(test), rtol=1e-6, atol=1e-8)
+
+
+def test_which_vectors_are_stored_does_not_depend_on_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "STORED", 20)
+    z, y = blobs(30)
+    whole, parts = learned(z, y), new()
+    for c in range(CLASSES):
+        parts.learn(z[y == c], y[y == c])
+    assert len(whole.labels) == 20 and whole.labels.bincount().tolist() == [4] * CLASSES
+    assert torch.equal(whole.features, parts.features)
+
+
+def test_leave_one_out_in_closed_form_is_leaving_one_out() -> None:
+    """Strength, shrinkage and temperatures stay those of all samples; so they are set in the smaller models."""
+    z, y = blobs(4)
+    whole = learned(z, y)
+    classes, log_p = whole.measured()
+    for row in range(0, len(classes), 3):
+        place = int(torch.nonzero((z == whole.features[row]).all(dim=1)))
+        rest = torch.arange(len(y)) != place
+        smaller = learned(z[rest], y[rest])
+        ridge = smaller.ridge
+        ridge.strength = whole.ridge.strength * float(
+            _diagonal(whole) / _diagonal(smaller)
+        )  # in units of the mean diagonal, which one sample less changes
+        ridge._solve()
+        torch.testing.assert_close(
+            ridge.predicted(z[place : place + 1]), whole.ridge.left_out(z[place : place + 1], y[place : place + 1])
+        )
+        discriminant = whole.discriminant
+        assert discriminant is not None and smaller.discriminant is not None
+        x = torch.nn.functional.normalize(z[place : place + 1].double(), dim=1)
+        found = discriminant.left_out(x, y[place : place + 1])
+        expected = _distances(whole, smaller, x)
+        torch.testing.assert_close(found, expected)
+    assert log_p.shape == (len(y), CLASSES)
+
+
+def _diagonal(model: ClosedForm) -> Tensor:
+    centre = model.ridge.centre
+    return (model.ridge.gram - model.ridge.counts.sum() * torch.outer(centre, centre)).diagonal().mean()
+
+
+def _distances(whole: ClosedForm, smaller: ClosedForm, x: Tensor) -> Tensor:
+    """-1/2 squared distances by the smaller model's means and scatter, in the whole model's shrinkage."""
+    discriminant = whole.discriminant
+    assert discriminant is not None
+    scatter = discriminant.own * (smaller.statistics.scatter - whole.statistics.scatter)
+    inverse = torch.linalg.inv(torch.linalg.inv(discriminant.inverse) + scatter)
+    apart = x - smaller.statistics.means
+    return -0.5 * ((apart @ inverse) * apart).sum(dim=1).unsqueeze(0)
+
+
+def test_merging_is_learning_both() -> None:
+    z, y = blobs(6)
+    test, _ = blobs(5, seed=1)
+    first, second = y < 3, y >= 3
+    merged, other = learned(z[first], y[first]), learned(z[second], y[second] - 3)
+    assert same_features(merged, other) and not same_features(merged, new(seed=1))
+    merged.merge(other)
+    whole = learned(z, y)
+    torch.testing.assert_close(merged.log_probabilities(test), whole.log_probabilities(test), rtol=1e-6, atol=1e-8)
+
+
+def test_one_image_a_class_or_one_class_is_enough() -> None:
+    z, y = blobs(1)
+    few = learned(z, y)
+    assert few.log_probabilities(z).argmax(dim=1).equal(y)
+    assert bool((few.unknown_scores(z) == 0).all()) and len(few.measured()[0]) == 0
+    alone = learned(z[:1], y[:1] * 0)
+    assert float(alone.log_probabilities(z[:1]).exp()) == pytest.approx(1)
+
+
+def test_an_equal_image_twice_does_not_break_anything() -> None:
+    z = torch.ones(6, DIM)
+    found = learned(z, torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert bool(found.log_probabilities(z).isfinite().all())
+
+
+def test_probabilities_are_as_sure_as_they_are_right() -> None:
+    z, y = blobs(20)
+    test, truth = blobs(200, seed=1)
+    log_p = learned(z, y).log_probabilities(test)
+    accuracy = float((log_p.argmax(dim=1) == truth).double().mean())
+    assert accuracy > 0.8 and float(log_p.exp().amax(dim=1).mean()) == pytest.approx(accuracy, abs=0.08)
+
+
+def test_unknown_samples_score_higher_and_the_share_of_known_ones_is_kept() -> None:
+    z, y = blobs(20)
+    test, _ = blobs(200, seed=1)
+    found = learned(z, y)
+    strange = 3 * torch.randn(300, DIM, generator=torch.Generator().manual_seed(5))
+    known, unknown = found.unknown_scores(test), found.unknown_scores(strange)
+    assert float((known >= 0.8).double().mean()) < 0.3 and float(unknown.mean()) > float(known.mean()) + 0.2
+    assert len(known.unique()) > 500  # graded, not steps
+
+
+def test_graded_p_values_are_never_below_the_conformal_ones_that_they_replace() -> None:
+    held = torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
+    scores = torch.linspace(-6, 4, 500, dtype=torch.float64)
+    graded, steps = graded_p_values(scores, held), p_values(scores, held)
+    inside = scores >= held[0]
+    assert bool((graded[inside] >= steps[inside] - 1e-12).all()) and bool((graded <= 1).all())
+    assert bool((graded[~inside] < 1 / 31).all()) and bool((graded.diff() >= 0).all())
+    assert float(graded_p_values(scores, held[:0]).min()) == 1
+
+
+def test_the_method_learns_all_images_and_is_measured_by_leaving_each_out(small_stream: Stream) -> None:
+    learner = Learner("closed-form", SMALL_VIT, device="cpu")
+    learner.learn(small_stream[0], held_out=0.25).learn(small_stream[1], held_out=0)
+    method = learner.method
+    assert isinstance(method, ClosedFormExperts)
+    assert int(method.learned.statistics.seen) == sum(len(task.train) for task in small_stream[:2])
+    record = learner.tasks_[0]
+    assert record.images == len(small_stream[0].train) and record.held_out == 0 and record.accuracy is not None
+    effect = learner.effect_
+    assert effect is not None and effect.before.images == effect.after.images == record.images
+    assert effect.before.right / record.images == record.accuracy and effect.by == "model"
+    found = method.left_out()
+    assert found is not None and len(found.labels) == int(method.learned.statistics.seen)
+
+
+def test_held_out_or_not_gives_the_same_classifier(small_stream: Stream, tmp_path: Path) -> None:
+    images = small_stream[0].test
+    assert images is not None
+    answers = []
+    for share in (0.0, 0.4):
+        learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0], held_out=share)
+        answers.append(learner.log_probabilities(images))
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
+
+
+def test_two_models_merged_are_one_that_learned_both(small_stream: Stream) -> None:
+    whole = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0]).learn(small_stream[1])
+    merged = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0])
+    other = Learner("closed-form", SMALL_VIT, device="cpu", seed=7).learn(small_stream[1])
+    assert merged.merge(other) == "added" and merged.classes_ == whole.classes_
+    images = small_stream[1].test
+    assert images is not None
+    torch.testing.assert_close(merged.log_probabilities(images), whole.log_probabilities(images), rtol=1e-5, atol=1e-6)
+
+
+def test_few_images_make_a_closed_form_in_tpl_plus_and_many_do_not(
+    small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"latent": 16, "epochs": 1, "batch_size": 16, "memory": 30, "random_features": 64}
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **options).learn(small_stream[0], held_out=0.25)
+    learner.learn(small_stream[1], held_out=0.25)
+    method = learner.method
+    assert isinstance(method, TPLPlus) and method.closed_ is not None
+    assert int(method.closed_.statistics.seen) == sum(
+        len(task.train) for task in small_stream[:2]
+    )  # held-out ones, too
+    assert learner.effect_ is not None and learner.effect_.by == "classifier over all classes"
+    learner.save(tmp_path / "model")
+    images = small_stream[1].test
+    assert images is not None
+    again = Learner.load(tmp_path / "model", device="cpu")
+    np.testing.assert_array_equal(again.unknown_score(images), learner.unknown_score(images))
+    monkeypatch.setattr(plus, "MANY_IMAGES", 10)
+    many = Learner("tpl-plus", SMALL_VIT, device="cpu", **options).learn(small_stream[0])
+    assert isinstance(many.method, TPLPlus) and many.method.closed_ is None
+
+
+def test_update_and_remove(small_stream: Stream) -> None:
+    learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0]).learn(small_stream[1])
+    gone = learner.classes_[0]
+    learner.remove(gone)
+    assert gone not in learner.classes_ and len(learner.classes_) == 3
+    method = learner.method
+    assert isinstance(method, ClosedFormExperts) and set(method.learned.labels.tolist()) == {0, 1, 2}
+    images = small_stream[1].test
+    assert images is not None
+    assert np.isfinite(learner.predict_proba(images)).all() and (learner.unknown_score(images) <= 1).all()
