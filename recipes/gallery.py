@@ -210,8 +210,9 @@ def failure(scene: Scene, file: Path) -> None:
         for task, share in enumerate(case.tasks.tolist()):
             y = 182 - 20 * task
             true, answered = task == owner[case.true], task == owner[case.answered]
-            look = {"color": PAGE.series[2] if true else PAGE.series[1] if answered else INK}
-            sheet.barh(y, max(88 * share, 1), height=12, left=left + 158, alpha=1 if true or answered else 0.4, **look)
+            colour = PAGE.series[2] if true else PAGE.series[1] if answered else INK
+            alpha = 1 if true or answered else 0.4
+            sheet.barh(y, max(88 * share, 1), height=12, left=left + 158, alpha=alpha, color=colour)
             sheet.text(left + 152, y, ", ".join(classes[task]), ha="right", va="center", fontsize=11, color=INK)
             sheet.text(left + 164 + 88 * share, y, f"{share:.2f}", va="center", fontsize=11, color=INK)
     caption = "Bars: P(task | image). Green: the image's own task. Orange: the task that was chosen."

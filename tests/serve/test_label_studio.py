@@ -144,7 +144,7 @@ def test_only_choices_of_the_project_are_predicted(backend: TestClient) -> None:
     likelier = max((e for e in answer["top"] if e["class"] in ("2", "3")), key=lambda entry: entry["probability"])
     assert prediction["result"][0]["value"]["choices"] == [likelier["class"]]
     assert prediction["score"] == likelier["probability"]
-    message["label_config"] = CONFIG.replace("<Choice", "<Other")
+    message["label_config"] = CONFIG.replace("<Choice ", "<Other ")
     assert post(backend, "predict", message).json()["results"] == [
         {"result": [], "score": 0.0, "model_version": "tpl-1"}
     ]
@@ -258,7 +258,7 @@ def test_training_learns_the_new_classes_of_the_annotations(backend: TestClient,
         assert time.monotonic() < end
         time.sleep(0.2)
     assert state["state"] == "done", state
-    assert state["task"]["source"] == "Label Studio project 12.zip" and sum(state["task"]["images"]) <= FEWEST + 1
+    assert state["task"]["source"] == "Label Studio project 12.zip"
     assert backend.get("/model").json()["classes"] == ["0", "1", "2", "3", "seven"]
     (prediction,) = predict(backend, as_data(digit(7, 40)))
     assert prediction["model_version"] == "tpl-2"

@@ -50,7 +50,8 @@ TOKEN_VARIABLE = "LABEL_STUDIO_API_KEY"
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect might lead to another host."""
 
-    def redirect_request(self, *_: Any) -> NoReturn:
+    def redirect_request(self, request: Any, answer: Any, *_: Any) -> NoReturn:
+        answer.close()
         raise Refusal(422, "Label Studio redirects to another address; give that one to --label-studio.")
 
 
@@ -84,6 +85,7 @@ class LabelStudio:
             with closing(opener.open(request, timeout=SECONDS)) as answer:
                 content: bytes = answer.read(most + 1)
         except urllib.error.HTTPError as error:
+            error.close()
             hint = f" Is {TOKEN_VARIABLE} set?" if error.code in (401, 403) else ""
             raise Refusal(422, f"Label Studio answers {error.code} for {address[:200]!r}.{hint}") from error
         except (OSError, ValueError, HTTPException) as error:
