@@ -38,7 +38,7 @@ from tpl.learner import Learner
 from tpl.report.columns import CONTINUAL, UPPER
 from tpl.report.figures import Line, draw_curves, draw_scatter, scatter_of_study
 from tpl.report.pictures import draw_densities
-from tpl.report.svg import PAGE, blank, standalone, to_svg
+from tpl.report.svg import CARD, PAGE, blank, standalone, to_svg
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "c100"
@@ -110,7 +110,7 @@ def _magnify(figure: Figure, stages: tuple[int, int], percent: tuple[int, int]) 
     """A part of the curves, magnified in the empty middle of the figure."""
     (axes,) = figure.axes
     inset = axes.inset_axes((0.37, 0.33, 0.55, 0.4))
-    inset.patch.set_visible(False)
+    inset.patch.set_facecolor(CARD)
     for line in axes.get_lines():
         inset.plot(
             *line.get_data(), color=line.get_color(), alpha=line.get_alpha(), linestyle=line.get_linestyle(),

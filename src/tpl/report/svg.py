@@ -34,10 +34,11 @@ class Palette:
 
 # Placeholders that are replaced by the page's colours when the SVG is written.
 PAGE = Palette("#010203", tuple(f"#04050{n}" for n in range(len(SERIES))))
+CARD = "#04050f"  # the background of the page's cards, for a part that hides what lies beneath
 # For files with a white background.
 PAPER = Palette("#1c2730", SERIES)
 
-_PAGE_COLOURS = {PAGE.ink: "currentColor"} | {
+_PAGE_COLOURS = {PAGE.ink: "currentColor", CARD: "var(--card, #ffffff)"} | {
     ink: f"var(--series-{n}, {colour})" for n, (ink, colour) in enumerate(zip(PAGE.series, SERIES, strict=True), 1)
 }
 _NAMESPACE = "http://www.w3.org/2000/svg"
