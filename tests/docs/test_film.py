@@ -36,7 +36,7 @@ def session(recipe: ModuleType, *changes: tuple[int, str]) -> list[object]:
         "",
         "Learned <two>",
         "zero.png: zero 99 %",
-        "seven.png: unknown (0.99); of the known classes three 99 %",
+        "flower.jpg: unknown (0.99); of the known classes three 99 %",
     ]
     for number, output in changes:
         outputs[number] = output
@@ -64,7 +64,7 @@ def test_a_film_shows_commands_and_outputs_in_order(recipe: ModuleType) -> None:
 
 def test_a_session_that_does_not_show_what_it_should_ends_the_recipe(recipe: ModuleType) -> None:
     recipe.check(session(recipe))
-    for change in ((4, "zero.png: two 50 %"), (5, "seven.png: three 99 %, task tuesday, unknown 0.50")):
+    for change in ((4, "zero.png: two 50 %"), (5, "flower.jpg: three 99 %, task tuesday, unknown 0.50")):
         with pytest.raises(SystemExit):
             recipe.check(session(recipe, change))
 
@@ -73,7 +73,7 @@ def test_outputs_are_recorded(recipe: ModuleType, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(recipe, "COMMANDS", ("tpl --version",))
     (step,) = recipe.record(tmp_path, images=2)
     assert step.command == "tpl --version" and __version__ in step.output
-    assert len(list((tmp_path / "monday").rglob("*.png"))) == 4 and (tmp_path / "seven.png").is_file()
+    assert len(list((tmp_path / "monday").rglob("*.png"))) == 4 and (tmp_path / "flower.jpg").is_file()
 
 
 def test_the_committed_film_is_small_short_and_true(recipe: ModuleType) -> None:
@@ -91,4 +91,4 @@ def test_the_committed_film_is_small_short_and_true(recipe: ModuleType) -> None:
         options = {option for parameter in known[name].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options
     answers = [line for line in lines if line.startswith("zero.png: zero")]
-    assert len(answers) == 2 and any(line.startswith("seven.png: unknown (") for line in lines)
+    assert len(answers) == 2 and any(line.startswith("flower.jpg: unknown (") for line in lines)

@@ -27,12 +27,13 @@ from xml.etree import ElementTree
 
 from fastapi import FastAPI, Request, UploadFile
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from tpl.errors import TplError
 from tpl.serve.errors import Refusal, log
 from tpl.serve.security import LABEL_STUDIO
 from tpl.serve.server import Server
-from tpl.serve.uploads import MIB, Limits, check_request
+from tpl.serve.uploads import CLIENT_LEFT, MIB, Limits, check_request
 from tpl.stream import is_image_name
 
 MAX_MESSAGE = 32 * MIB  # bytes of JSON; images usually come by address
@@ -170,11 +171,14 @@ async def _message(request: Request) -> dict[str, Any]:
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise Refusal(415, "Send JSON, with Content-Type: application/json.")
     parts, total = [], 0
-    async for part in request.stream():
-        total += len(part)
-        if total > MAX_MESSAGE:
-            raise Refusal(413, f"The message is larger than {MAX_MESSAGE // MIB} MiB.")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            total += len(part)
+            if total > MAX_MESSAGE:
+                raise Refusal(413, f"The message is larger than {MAX_MESSAGE // MIB} MiB.")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise Refusal(CLIENT_LEFT, "The client left before the end of its request.") from error
     return _object(await asyncio.to_thread(_parsed, b"".join(parts)), "The message")
 
 
