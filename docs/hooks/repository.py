@@ -20,6 +20,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "results/README.md": "results.md",
     "benchmarks/README.md": "benchmarks.md",
     "recipes/README.md": "recipes.md",

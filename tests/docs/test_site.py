@@ -77,7 +77,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
         (tmp_path / name).write_text("# A page\n", encoding="utf-8")
     for folder in ("results", "benchmarks", "recipes"):
         (tmp_path / folder).mkdir()

@@ -29,6 +29,14 @@ def serve(
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Refuse requests to learn.")] = False,
     examples: Annotated[bool, typer.Option(help="Show stored training images.")] = True,
+    label_studio: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Also be an ML backend, at /label-studio, for the Label Studio at this address; its access token is "
+            "read from LABEL_STUDIO_API_KEY.",
+        ),
+    ] = None,
     max_upload: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.", rich_help_panel=LIMITS)] = 256,
     max_pixels: Annotated[
         float, typer.Option(min=0.01, help="Largest image, in million pixels.", rich_help_panel=LIMITS)
@@ -56,12 +64,15 @@ def serve(
     `tpl serve model --port 9000 --read-only`
 
     `TPL_TOKEN=$(cat token) tpl serve model --host 0.0.0.0`
+
+    `tpl serve model --label-studio http://localhost:8080`
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise TplError(f"`tpl serve` needs {', '.join(missing)}; install with: pip install 'tpl-cil[serve]'")
     from tpl.serve.app import address_of, bind
     from tpl.serve.app import serve as run_server
+    from tpl.serve.label_studio import LabelStudio
     from tpl.serve.model import ModelSource
     from tpl.serve.security import Access, find_token, is_loopback
     from tpl.serve.server import Settings
@@ -70,8 +81,9 @@ def serve(
     open_to_others = not is_loopback(host)
     token, is_new = find_token(token_file)
     hosts = () if open_to_others else ("127.0.0.1", "localhost", "::1", host.lower())
+    studio = LabelStudio.at(label_studio) if label_studio is not None else None
     limits = Limits(upload=max_upload * MIB, pixels=int(max_pixels * 1e6), files=max_files)
-    settings = Settings(Access(token, open_to_others, hosts), limits, read_only, examples)
+    settings = Settings(Access(token, open_to_others, hosts), limits, read_only, examples, studio)
     needed = open_to_others or not read_only
 
     with bind(host, port) as listening:

@@ -19,6 +19,9 @@ from matplotlib.figure import Figure
 
 # Colours that colour-blind readers can tell apart, dark enough for white paper; pages may override them.
 SERIES = ("#0067a5", "#bf4a0b", "#007a5a", "#93428f", "#7d6200", "#a5243d")
+DARK_SERIES = ("#62b5ee", "#ff9259", "#45cfa2", "#d99bd6", "#dfba4a", "#f58aa0")  # of a file on a dark page
+MARGIN = 12  # pixels around the figure in a file
+FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,11 @@ class Palette:
 
 # Placeholders that are replaced by the page's colours when the SVG is written.
 PAGE = Palette("#010203", tuple(f"#04050{n}" for n in range(len(SERIES))))
+CARD = "#04050f"  # the background of the page's cards, for a part that hides what lies beneath
 # For files with a white background.
 PAPER = Palette("#1c2730", SERIES)
 
-_PAGE_COLOURS = {PAGE.ink: "currentColor"} | {
+_PAGE_COLOURS = {PAGE.ink: "currentColor", CARD: "var(--card, #ffffff)"} | {
     ink: f"var(--series-{n}, {colour})" for n, (ink, colour) in enumerate(zip(PAGE.series, SERIES, strict=True), 1)
 }
 _NAMESPACE = "http://www.w3.org/2000/svg"
@@ -73,6 +77,33 @@ def to_svg(figure: Figure, ident: str, label: str) -> str:
     }
     ElementTree.register_namespace("", _NAMESPACE)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def standalone(element: str) -> str:
+    """The content of an SVG file from an element of `to_svg`: on a card of its own, light or dark as the reader's."""
+    root = ElementTree.fromstring(element)
+    _, _, *size = root.attrib["viewBox"].split()
+    width, height = (float(side) + 2 * MARGIN for side in size)
+    box = {"viewBox": f"{-MARGIN} {-MARGIN} {width:g} {height:g}", "width": f"{width:g}", "height": f"{height:g}"}
+    root.attrib |= box | {"style": "stroke-linejoin: round"}
+    style = ElementTree.Element(f"{{{_NAMESPACE}}}style")
+    style.text = _rule("#ffffff", PAPER.ink, "#d5dbe0", SERIES) + (
+        f"@media (prefers-color-scheme: dark) {{ {_rule('#1b2026', '#e3e8ec', '#313a42', DARK_SERIES)}}}"
+    )
+    card = ElementTree.Element(
+        f"{{{_NAMESPACE}}}rect",
+        {"x": f"{0.5 - MARGIN}", "y": f"{0.5 - MARGIN}", "width": f"{width - 1:g}", "height": f"{height - 1:g}"}
+        | {"rx": "10", "style": "fill: var(--card); stroke: var(--line)"},
+    )
+    root[:0] = [style, card]
+    ElementTree.register_namespace("", _NAMESPACE)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _rule(card: str, ink: str, line: str, series: tuple[str, ...]) -> str:
+    """The CSS rule that sets the colours of a stand-alone file."""
+    colours = " ".join(f"--series-{n}: {colour};" for n, colour in enumerate(series, 1))
+    return f"svg {{ --card: {card}; --line: {line}; color: {ink}; {colours} font-family: {FONTS}; }} "
 
 
 def _clean(root: ElementTree.Element, ident: str) -> None:

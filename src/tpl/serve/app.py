@@ -20,6 +20,7 @@ from tpl.serve import schema
 from tpl.serve.connections import BACKLOG, set_up_log, uvicorn_settings
 from tpl.serve.errors import ERROR_HANDLERS, Refusal
 from tpl.serve.jobs import LEARNING
+from tpl.serve.label_studio import add_label_studio
 from tpl.serve.model import ModelSource
 from tpl.serve.security import AccessMiddleware, page
 from tpl.serve.server import Server, Settings, TimingMiddleware
@@ -45,6 +46,8 @@ def create_app(source: ModelSource, settings: Settings) -> FastAPI:
     _add_pages_and_status(app, server)
     _add_predict(app, server)
     _add_tasks(app, server)
+    if settings.label_studio is not None:
+        add_label_studio(app, server, settings.label_studio)
     app.add_middleware(AccessMiddleware, access=settings.access, limits=settings.limits)
     app.add_middleware(TimingMiddleware, metrics=server.metrics)
     return app

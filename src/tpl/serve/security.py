@@ -28,6 +28,7 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # These pages contain nothing about the model: a browser can send a token only after it has loaded one of them.
 PAGES = ("/", "/docs")
 PREDICT = "/predict"  # the only POST that changes nothing
+LABEL_STUDIO = "/label-studio"  # below it, the token may be the password of HTTP Basic: Label Studio has no other way
 ALWAYS = ("/health", "/metrics")  # answered however many requests there are
 
 HEADERS = {
@@ -55,11 +56,21 @@ class Access:
             return True
         return method not in SAFE_METHODS and path.rstrip("/") != PREDICT
 
-    def accepts(self, headers: Headers) -> bool:
+    def accepts(self, headers: Headers, path: str = "") -> bool:
         """Whether the request carries the token, compared in constant time."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic" and path.startswith(f"{LABEL_STUDIO}/"):
+            scheme, given = "bearer", _password(given)
         right = hmac.compare_digest(given.strip().encode(), self.token.encode())
         return scheme.lower() == "bearer" and right
+
+
+def _password(credentials: str) -> str:
+    """The password of HTTP Basic; empty if there is none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -136,7 +147,7 @@ class AccessMiddleware:
         if self.access.hosts and host not in self.access.hosts:
             # Otherwise a web page whose name resolves to this machine could read answers (DNS rebinding).
             raise Refusal(421, f"This server does not answer for the host {host!r}; open it by its address.")
-        if self.access.needs_token(scope["method"], scope["path"]) and not self.access.accepts(headers):
+        if self.access.needs_token(scope["method"], scope["path"]) and not self.access.accepts(headers, scope["path"]):
             raise Refusal(
                 401,
                 "This needs the server's token, as the header 'Authorization: Bearer TOKEN'.",

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, UploadFile
 from filelock import FileLock, Timeout
@@ -30,6 +30,9 @@ from tpl.serve.security import Access
 from tpl.serve.uploads import Limits, check_archive, prepare, shown_name
 from tpl.stream import UnreadableImage
 from tpl.stream.labelled import labelled_images
+
+if TYPE_CHECKING:
+    from tpl.serve.label_studio import LabelStudio
 
 DECODERS = 4  # images decoded at the same time: each may take as much memory as its pixels need
 CPU_BATCH, GPU_BATCH = 32, 256  # images in one forward pass; a GPU pads every batch to 256 anyway
@@ -99,6 +102,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     read_only: bool = False  # learns nothing, even with the token
     examples: bool = True  # whether stored images are shown
+    label_studio: LabelStudio | None = None  # the one whose images and annotations are read
     poll_seconds: float = 2.0  # between checks for a model committed by another process
 
 
