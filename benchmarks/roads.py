@@ -1,7 +1,8 @@
 """How many files of the package a prediction and a task pass through: what a reader has to follow.
 
 A file counts if a function of it is called; a hop is a pair of functions in two files, one of which calls the other.
-The compact encoder, two tasks of digits, one epoch, on the CPU; the first answer is not counted, as it prepares things.
+The compact encoder, two tasks of digits, one epoch, on the CPU; the first answer is not counted, as it prepares things,
+nor are the threads that decode image files.
 
 python benchmarks/roads.py              # a few seconds
 python benchmarks/roads.py --list       # and the names of the files
@@ -39,7 +40,12 @@ class Road:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note a call, for `sys.setprofile`."""
         file, caller = frame.f_code.co_filename, frame.f_back
-        if event != "call" or not file.startswith(PACKAGE) or frame.f_code.co_name == "<module>":
+        if (
+            event != "call"
+            or threading.current_thread().name.startswith("decode")
+            or not file.startswith(PACKAGE)
+            or frame.f_code.co_name == "<module>"
+        ):
             return
         self.files.add(file.removeprefix(PACKAGE).lstrip("/"))
         while caller is not None and not caller.f_code.co_filename.startswith(PACKAGE):
