@@ -289,8 +289,8 @@ def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
     """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
 
     def posterior(value: float) -> float:
-        likelihood = -float(F.cross_entropy(value * logits, y, reduction="sum"))
-        return likelihood - PRIOR * math.log2(value / usual) ** 2
+        likelihood, far = -float(F.cross_entropy(value * logits, y, reduction="sum")), math.log2(value / usual)
+        return likelihood - PRIOR * far * far
 
     best: float = max(SHARPNESS, key=posterior)
     return best
