@@ -62,7 +62,7 @@ class Scene:
         if self.given is not None:
             return self.given
         options = {} if self.epochs is None else {"epochs": self.epochs}
-        execute(RunSpec(BENCHMARK, "tpl", held_out=0.1, device="cpu", options=options), self.folder / "run")
+        execute(RunSpec(BENCHMARK, "tpl", device="cpu", options=options), self.folder / "run")
         return self.folder / "run"
 
     @cached_property
@@ -190,7 +190,7 @@ def wrong_cases(scene: Scene, count: int) -> tuple[list[Case], int, int]:
 
 
 def failure(scene: Scene, file: Path) -> None:
-    """The surest answers in a wrong task: with one image, P(task | image) may be near 1 and wrong."""
+    """The surest answers in a wrong task."""
     cases, wrong, wrong_task = wrong_cases(scene, 3)
     names, classes = scene.learner.classes_, scene.learner.method.task_classes_
     owner = [t for t, own in enumerate(classes) for _ in own]
