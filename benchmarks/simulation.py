@@ -134,7 +134,7 @@ def bank(tasks: int, options: argparse.Namespace) -> dict[str, Any]:
         calibrating.append(time.perf_counter() - begun)
         return found
 
-    model._calibrate = timed  # type: ignore[method-assign]
+    model._calibrate = timed  # type: ignore[method-assign, assignment]
     started = time.perf_counter()
     model.learn(Task("one more", names, VectorSet(vectors.numpy(), labels.numpy())))
     learn_s = time.perf_counter() - started
