@@ -31,6 +31,7 @@ from torch import Tensor
 from tpl.engine import Samples, no_callback
 from tpl.errors import TplError
 from tpl.methods.bank import ENOUGH_TO_HOLD_OUT
+from tpl.methods.base import task_of_class
 from tpl.methods.vectors import VectorConfig, VectorTPL
 from tpl.stream import Task
 from tpl.stream.vectors import VectorSet
@@ -184,9 +185,10 @@ class TPLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def task_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
         """P(task | x), columns as in `tasks_`."""
-        scores = self.model_.answer(self._vectors(X)).scores
-        assert scores is not None
-        probabilities: NDArray[np.float64] = self.model_.task_log_probabilities(scores).exp().cpu().numpy()
+        classes = self.model_.answer(self._vectors(X)).log_p.double().exp()
+        owner = task_of_class(self.model_.task_classes_).to(classes.device)
+        tasks = classes.new_zeros(len(classes), len(self.model_.task_classes_)).index_add_(1, owner, classes)
+        probabilities: NDArray[np.float64] = tasks.cpu().numpy()
         return probabilities
 
     def unknown_score(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803

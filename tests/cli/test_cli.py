@@ -192,7 +192,7 @@ def test_only_bounds_are_compared_with(tiny: tuple[Path, Result], tmp_path: Path
 
 
 def test_a_run_says_first_what_its_benchmark_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def execute(specs: list[RunSpec], places: list[Path], resume: bool, callback: Callback, _: object) -> None:
+    def execute(specs: list[RunSpec], places: list[Path], resume: bool, callback: Callback, *_: object) -> None:
         for _spec in specs:
             callback(Event("run", {"images": [1], "learned": 0, "method": "one of them"}))
         raise TplError("no more is run")

@@ -54,9 +54,11 @@ def test_the_defaults_are_the_published_ones() -> None:
 
 def test_stored_runs_and_models_keep_the_options_they_were_made_with(small_stream: Stream, tmp_path: Path) -> None:
     files = [file for file in (ROOT / "results").rglob("run.json") if "ranpac" in str(file)]
-    for made, options in ((False, ("none", "entropy")), (True, ("first", "error"))):
-        runs = [read_description(file.parent) for file in files if ("ranpac-first" in str(file)) == made]
-        assert len(runs) >= 5
+    kinds = {"ranpac-first": ("first", "error"), "ranpac-best": ("first", "entropy"), "ranpac": ("none", "entropy")}
+    for kind, options in kinds.items():
+        own = [file for file in files if next(name for name in kinds if name in str(file)) == kind]
+        runs = [read_description(file.parent) for file in own]
+        assert len(runs) >= 3
         assert {(run["options"]["adapt"], run["options"]["ridge_criterion"]) for run in runs} == {options}
     learner, _ = new(adapt="none", ridge_criterion="entropy")
     learner.learn(small_stream[0], held_out=0)

@@ -494,11 +494,11 @@ def _print_learned(report: dict[str, Any]) -> None:
         if "choice" in report:
             out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
         _print_accuracy(report)
+        if report["old_classes"] is not None:
+            _print_effect(report["old_classes"])
     if report["more"]:
         known = escape(listed(list(report["more"])))
         out.print(f"Added {sum(report['more'].values())} more images of {known}, known before.", highlight=False)
-        if report["old_classes"] is not None:
-            _print_effect(report["old_classes"])
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
     kept = memory_text(memory)

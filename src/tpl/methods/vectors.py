@@ -155,7 +155,11 @@ class VectorTPL(TPL):
     memory: VectorMemory
     device = "cpu"  # as the user wrote it
     closed_: ClosedForm | None = None  # if the first task has few samples
-    balance_ = Balance()
+    balance_: Balance
+
+    def __init__(self, encoder: VectorEncoder, config: VectorConfig, compute: Compute, seed: int = 0) -> None:
+        super().__init__(encoder, config, compute, seed)
+        self.balance_ = Balance()
 
     @classmethod
     def new(cls, first: Array, config: VectorConfig, device: str, seed: int) -> Self:

@@ -175,7 +175,7 @@ class ClosedForm:
             own = torch.nonzero(y == c).squeeze(1)
             keys = [zlib.crc32(row.tobytes()) for row in z[own].cpu().numpy()]
             order = sorted(range(len(keys)), key=keys.__getitem__)[:quota]
-            chosen.append(own[order])
+            chosen.append(own[torch.tensor(order, dtype=torch.long, device=own.device)])
         rows = torch.cat(chosen) if chosen else y[:0]
         self.features, self.labels = z[rows].contiguous(), y[rows].contiguous()
 
