@@ -18,7 +18,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 from PIL import Image
@@ -41,7 +43,7 @@ NOTES = (
     "",
     "tuesday: two and three; monday's folder is gone",
     "",
-    "what was learned on monday is unchanged",
+    "monday's zero, long gone, is still known",
     "a flower was never learned",
 )
 SECONDS = 15.0
@@ -120,7 +122,7 @@ def pieces_of(steps: Sequence[Step]) -> list[Piece]:
             now += TYPING
             pieces.append(Piece(letter, "command", row, 2 + column, now))
         now += WAITING
-        for line in step.output.splitlines():
+        for line in chain.from_iterable(wrap(each, COLUMNS) or [""] for each in step.output.splitlines()):
             row += 1
             answer = step.command.startswith("tpl predict")
             pieces.append(Piece(line.rstrip(), "answer" if answer else "output", row, 0, now))

@@ -271,9 +271,9 @@ def serve_page(scene: Scene, file: Path) -> None:
 
 
 def report_page(scene: Scene, file: Path) -> None:
-    """The page of `tpl report` about five methods."""
-    methods = "c100-10t-vit-tiny-tpl-plus-natural c100-10t-vit-tiny-tpl-natural c100-10t-vit-tiny-ranpac-first-natural"
-    runs = [RUNS / name for name in methods.split()] + [BASELINES / "finetune", BASELINES / "joint"]
+    """The page of `tpl report` about four methods and both upper bounds."""
+    methods = "tpl-plus", "tpl", "ranpac-first", "joint", "joint-ridge"
+    runs = [RUNS / f"c100-10t-vit-tiny-{name}-natural" for name in methods] + [BASELINES / "finetune"]
     page = scene.folder / "report.html"
     command = [sys.executable, "-m", "tpl", "report", *map(str, runs), "--out", str(page)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
