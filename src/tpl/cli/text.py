@@ -20,6 +20,8 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 def memory_text(memory: dict[str, Any]) -> str:
     """A model's memory, from `Learner.facts`, in words."""
+    if memory["kind"] == "images" and not memory["budget"] and not memory["images"]:
+        return "no images are kept"
     if memory["kind"] == "images":
         return f"{memory['images']} images of at most {memory['budget']}, {size(memory['bytes'])}"
     kept = "statistics of features" if memory["kind"] == "features" else "a few sums"
