@@ -17,16 +17,11 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
-
-if find_spec("pydantic") is None:  # it checks stored models; nothing is stored here
-    sys.modules["pydantic"] = MagicMock()
 
 from tpl.engine import CapturedStep, Feed, Samples, Step, choose_compute, no_callback, uses_cuda_graphs
 from tpl.methods.bank.training import BankObjective, TrainingJob, unchanged, with_tokens

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,6 @@ def main() -> None:
     if options.only_draw:
         draw(json.loads(options.json.read_text(encoding="utf-8"))["points"], options.picture)
         return
-    _stand_in_for_pydantic()
     from tpl import Learner
     from tpl.bench.results import describe_environment
 
@@ -204,26 +202,6 @@ def draw(points: list[dict[str, Any]], file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("tasks learned", fontsize=9)
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
-def _stand_in_for_pydantic() -> None:
-    """Where pydantic is not installed, model.json is written and read unchecked, which takes hardly less time."""
-    try:
-        import pydantic  # noqa: F401
-    except ImportError:
-        module = ModuleType("pydantic")
-        checked = type("BaseModel", (), {"__init_subclass__": classmethod(lambda cls, **_: None)})
-        checked.model_validate = classmethod(lambda cls, content: content)  # type: ignore[attr-defined]
-        stand_ins: dict[str, Any] = {
-            "BaseModel": checked,
-            "ConfigDict": dict,
-            "FiniteFloat": float,
-            "ValidationError": ValueError,
-        }
-        stand_ins |= {"Field": lambda *_, **__: None, "Strict": lambda: None}
-        stand_ins |= {"model_validator": lambda **_: lambda function: function}
-        vars(module).update(stand_ins)
-        sys.modules["pydantic"] = module
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from scripts import load_script
 from small_encoder import SMALL_VIT
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill.py"
@@ -21,14 +20,6 @@ PROGRAM = "import runpy, sys, small_encoder; del sys.argv[0]; runpy.run_path(sys
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-def kill_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kill", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_killed_writers_leave_the_model_before_or_after() -> None:
@@ -45,7 +36,7 @@ def test_killed_writers_leave_the_model_before_or_after() -> None:
 
 def test_the_judge_knows_a_broken_model(tmp_path: Path) -> None:
     """What would have to be told if a commit could half-happen."""
-    kill, model = kill_module(), tmp_path / "model"
+    kill, model = load_script("benchmarks/kill.py"), tmp_path / "model"
     kill.new_model(model, SMALL_VIT)
     old = kill.content(model)
     kill.work(model, lambda learner: learner.rename("one", "two and a half"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,23 +9,15 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 
 
-def tool(name: str) -> ModuleType:
-    """A script of `tools/` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-set_up, try_wheel = tool("set_up"), tool("try_wheel")
+set_up, try_wheel = load_script("tools/set_up.py"), load_script("tools/try_wheel.py")
 
 
 def planned(target: str, *variables: str) -> str:

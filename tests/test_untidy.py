@@ -145,3 +145,11 @@ def test_damage_to_what_waits_is_noticed_and_removal_reaches_it(tmp_path: Path) 
     file.write_bytes(content)
     with pytest.raises(TplError, match=r"waiting.*is damaged.*Delete it"):
         Learner.load(tmp_path / "model", device="cpu")
+
+
+def test_a_learner_with_another_method_has_nothing_waiting() -> None:
+    learner = Learner("tpl", SMALL_VIT, device="cpu", **OPTIONS)
+    learner.observe(digits([0], 3), ["0"] * 3)
+    other = learner.instead("closed-form")
+    assert not other.waiting_.images and other.waiting_.method is other.method
+    assert len(learner.waiting_.images["0"]) == 3

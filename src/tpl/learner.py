@@ -92,6 +92,7 @@ class Learner:
         """A learner without tasks: another method on the same encoder, device and seed."""
         other, own, found = copy.copy(self), self.method, find_method(method)
         other.method = found(own.encoder, found.config_class.parse(options), own.compute, own.seed)
+        other.waiting_, other.outcome_ = Waiting(other.method), {}
         other._entries, other.effect_, other._origin = [], None, None
         return other
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "recipes").glob("*.py")])
@@ -17,12 +18,7 @@ ALWAYS_WHOLE = ("compare_knownness",)  # takes no options
 
 def load(name: str) -> ModuleType:
     (file,) = [file for file in SCRIPTS if file.stem == name]
-    spec = importlib.util.spec_from_file_location(f"script_{name}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(str(file.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("name", [file.stem for file in SCRIPTS])

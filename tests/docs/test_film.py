@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -12,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import typer.main
 
+from scripts import load_script
 from tpl._version import __version__
 from tpl.cli import app
 
@@ -20,12 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipe_film", ROOT / "recipes" / "film.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("recipes/film.py")
 
 
 def session(recipe: ModuleType, *changes: tuple[int, str]) -> list[object]:

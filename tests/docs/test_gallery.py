@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -13,6 +11,7 @@ import pytest
 from PIL import Image
 
 from browser import CHROMIUM
+from scripts import load_script
 from tpl.bench.results import RunResult
 from tpl.bench.run import execute
 from tpl.bench.spec import RunSpec
@@ -23,12 +22,7 @@ IMAGES = ROOT / "docs" / "images"
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipe_gallery", ROOT / "recipes" / "gallery.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("recipes/gallery.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts import load_script
 from tpl.bench.suite import check_suite, read_suite
 from tpl.methods.plus import PlusConfig
 
@@ -20,11 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("result_tables", ROOT / "recipes/result_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("recipes/result_tables.py")
 
 
 @pytest.mark.parametrize("name", ["scratch", "runs", "models", "build", "dist", "site", "demo"])

@@ -250,8 +250,7 @@ def _check_method(name: str) -> None:
     from tpl.outline import method_outlines
 
     known = method_outlines()
-    if name not in known:
-        refuse_unknown("method", name, list(known))
+    refuse_unknown("method", name, known)
     if known[name].cumulative:
         raise TplError(f"'{name}' needs the images of all tasks every time: it is a bound for benchmarks (tpl run).")
 

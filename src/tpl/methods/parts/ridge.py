@@ -264,11 +264,15 @@ class RandomRidge:
 
     def _solve(self) -> None:
         """Compute the classifier from the sums."""
+        self.weights = self._weights(self._chosen_factor())
+
+    def _chosen_factor(self) -> Tensor:
+        """The Cholesky factor at the chosen strength."""
         factor = self._factor(self.strength)
         if factor is None:  # rounding has moved the limit since this strength was chosen
             factor = self._factor(STRENGTHS[-1])
         assert factor is not None
-        self.weights = self._weights(factor)
+        return factor
 
     def _weights(self, factor: Tensor) -> Tensor:
         """The classifier, given the factor of G + lambda I.
@@ -307,12 +311,9 @@ class RandomRidge:
 
     def left_out(self, z: Tensor, y: Tensor) -> Tensor:
         """Outputs for samples that are part of the sums, each by the regression of all others."""
-        factor, hidden = self._factor(self.strength), self.hidden(z)
-        if factor is None:
-            factor = self._factor(STRENGTHS[-1])
-        assert factor is not None
-        target = F.one_hot(y, self.classes).double()
-        return leave_one_out(self.outputs(hidden, self.weights), self.influence(hidden, factor), target)
+        hidden, target = self.hidden(z), F.one_hot(y, self.classes).double()
+        influence = self.influence(hidden, self._chosen_factor())
+        return leave_one_out(self.outputs(hidden, self.weights), influence, target)
 
     def _logits(self, predicted: Tensor, temperature: float) -> Tensor:
         scaled = predicted / temperature
