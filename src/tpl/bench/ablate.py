@@ -75,11 +75,11 @@ VARIANTS: dict[str, Variant] = {
 PLUS_VARIANTS: dict[str, Variant] = {
     "bank alone": Variant("expert", {"expert_weight": 0.0}),
     "expert alone": Variant("expert", {"passes": "0"}),
-    **{f"expert weight = {w}": Variant("expert", {"expert_weight": w}) for w in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)},
+    **{f"expert weight = {w}": Variant("expert", {"expert_weight": w}) for w in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)},
     **{f"passes = {n}": Variant("passes", {"passes": str(n)}) for n in (1, 2, 3, 5)},
     **{
         f"passes = auto, mass = {share}": Variant("passes", {"passes": "auto", "passes_mass": share})
-        for share in (0.8, 0.9, 0.95, 0.98, 0.99)
+        for share in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
     },
 }
 BY_METHOD = {TPL.name: VARIANTS, TPLPlus.name: VARIANTS | PLUS_VARIANTS}

@@ -36,7 +36,7 @@ _BUFFERED = {"WEBP": 3, "TIFF": 2}  # decoders that hold the image more than onc
 
 _ORIENTATION = 0x0112
 
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limits are those above
+warnings.filterwarnings("ignore", message="Image size .* decompression bomb")  # the limits are those above
 
 
 def decode(data: bytes, name: str) -> Image.Image:
