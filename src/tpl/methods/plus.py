@@ -83,7 +83,7 @@ class PlusConfig(RidgeConfig, TPLConfig):
         group="test time",
     )
     passes_mass: float = option(
-        0.8, "auto: the share of the expert's probability that the queried tasks must have", above=0, group="test time"
+        0.5, "auto: the share of the expert's probability that the queried tasks must have", above=0, group="test time"
     )
 
     def __post_init__(self) -> None:
