@@ -39,6 +39,7 @@ def test_every_script_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsy
         ("inference", "--tasks 2 --batch 2 --seconds 0 --repeats 1 --latent 4 --device cpu", "tasks"),
         ("throughput", "--latent 4 --batch-size 2 --steps 1 --seconds 0.001 --device cpu", "measured"),
         ("adapted_blocks", "--blocks 1 --batch-size 2 --batch 2 --tasks 2 --steps 1 --seconds 0 --device cpu", "rows"),
+        ("peers", "digits-5t --methods slda ranpac --epochs 1 --tasks 1 --device cpu", "rows"),
         ("mask_pruning", "--width 8 --images 64 --tasks 1 --epochs 1", "open"),
     ],
 )  # fmt: skip
