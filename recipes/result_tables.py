@@ -247,7 +247,9 @@ def answers_table() -> list[str]:
             title += ", former defaults" if newest_plus(setting) == FORMER else ""
             yield [title, tpl, ranpac, mean(expert), plus, mean(auto), *asked(setting)]
 
-    head = " | `tpl` | `ranpac` as published | expert | `tpl-plus` | `passes=auto` | task models queried | `passes_mass`"
+    head = (
+        " | `tpl` | `ranpac` as published | expert | `tpl-plus` | `passes=auto` | task models queried | `passes_mass`"
+    )
     return table(head, rows(), 1)
 
 
