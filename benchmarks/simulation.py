@@ -31,6 +31,7 @@ from torch import Tensor
 from tpl.methods.bank import Outputs
 from tpl.methods.bank.method import HeldOut
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
+from tpl.methods.plus import MOST_QUERIED, PlusConfig
 from tpl.methods.vectors import VectorConfig, VectorTPL
 from tpl.scores import LikelihoodRatio
 from tpl.stream import Task
@@ -39,7 +40,6 @@ from tpl.stream.vectors import VectorSet
 DIM, CLASSES, IMAGES = 64, 10, 20  # of a feature vector, of a task, and samples of a class
 SPREAD = 0.5  # deviation of class means; that of the noise is 1
 ANSWERED = 64  # samples answered together
-MASS = 0.8  # of the expert's probability that the chosen tasks must have
 
 
 def main() -> None:
@@ -199,7 +199,8 @@ def expert(tasks: int, options: argparse.Namespace) -> dict[str, Any]:
     answer_s = time.perf_counter() - started
     share = found.exp().unflatten(1, (-1, CLASSES)).sum(dim=2)
     ranked, order = share.sort(dim=1, descending=True)
-    chosen = F.pad(ranked.cumsum(dim=1)[:, :-1], (1, 0)) < MASS
+    chosen = F.pad(ranked.cumsum(dim=1)[:, :-1], (1, 0)) < PlusConfig().passes_mass
+    chosen[:, MOST_QUERIED:] = False
     own = (order == (truth // CLASSES).unsqueeze(1)) & chosen
     state = ridge.state()
     return {

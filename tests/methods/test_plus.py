@@ -13,7 +13,7 @@ from tpl import Learner
 from tpl.errors import TplError
 from tpl.methods.bank import ForwardPass
 from tpl.methods.base import KEEP, UNKNOWN, task_of_class
-from tpl.methods.plus import TPLPlus
+from tpl.methods.plus import PlusConfig, TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.stream import Stream
 
@@ -79,7 +79,7 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
     )  # never a class that nobody was asked for
     if passes == "auto":
         share = torch.stack([says.exp()[:, owner == t].sum(dim=1) for t in range(3)], dim=1)
-        assert bool(((share * asked).sum(dim=1) >= 0.9 - 1e-12).all())
+        assert bool(((share * asked).sum(dim=1) >= method.config.passes_mass - 1e-12).all())
         assert asked.double().sum(dim=1).mean() < 3
     else:
         assert asked.sum(dim=1).unique().tolist() == [int(passes)]
@@ -87,6 +87,16 @@ def test_only_the_tasks_worth_asking_are_asked(method: TPLPlus, pixels: torch.Te
     assert told is not None and torch.equal(told, asked.sum(dim=1))
     method.rescore(passes="all")
     assert passes_of(method, pixels) == 3
+
+
+def test_an_unsure_expert_does_not_select_every_task(
+    method: TPLPlus, pixels: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpl.methods.plus.MOST_QUERIED", 2)
+    method.rescore(passes="auto", passes_mass=0.99)
+    unsure = torch.full((4, 6), 1 / 6, dtype=torch.float64).log()  # every task has a third
+    assert method.tasks_to_query(unsure).sum(dim=1).tolist() == [2] * 4
+    method.rescore(passes="all", passes_mass=PlusConfig().passes_mass)
 
 
 def passes_of(method: TPLPlus, pixels: torch.Tensor) -> float:

@@ -44,6 +44,7 @@ CLOSED = "closed."
 SHARED = 4  # views that share the random features, the encoder among them; a further one has as many as each of these
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
+MOST_QUERIED = 10  # tasks that `auto` selects, however unsure the expert is: an answer then costs the same at any T
 MANY_IMAGES = 1000  # of the first task: with fewer, more views than the first bring nothing (digits, docs/beyond.md)
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
@@ -79,7 +80,8 @@ class PlusConfig(RidgeConfig, TPLConfig):
     )
     passes: str = option(
         "all",
-        "task models run per image: all, a number (0: the expert alone), or auto: until `passes_mass` is reached",
+        "task models run per image: all, a number (0: the expert alone), or auto: until `passes_mass` is reached, but "
+        "at most ten",
         group="test time",
     )
     passes_mass: float = option(
@@ -438,6 +440,7 @@ class TPLPlus(TPL):
         ranked, order = share.sort(dim=1, descending=True)
         if self.config.passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
+            wanted[:, MOST_QUERIED:] = False
         else:
             wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(self.config.passes)
         queried = torch.zeros_like(wanted).scatter(1, order, wanted)

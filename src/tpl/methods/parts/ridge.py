@@ -152,15 +152,18 @@ class RandomRidge:
         self._solve()
 
     def _add(self, z: Tensor, y: Tensor) -> None:
-        missing = int(y.max()) + 1 - self.classes if len(y) else 0
+        if not len(y):
+            return
+        missing = int(y.max()) + 1 - self.classes
         if missing > 0:
             self.sums, self.counts = (F.pad(part, (0, missing)) for part in (self.sums, self.counts))
         self.counts = self.counts + y.bincount(minlength=self.classes)
-        gram, sums = self.gram, self.sums  # replaced, not written to: the classifier before may still be needed
+        gram, sums = self.gram, self.sums.clone()  # not written to: the classifier before may still be needed
         for part, labels in zip(z.split(BLOCK), y.split(BLOCK), strict=True):
             h = self.hidden(part)
             gram = torch.addmm(gram, h.T, h) if gram is self.gram else gram.addmm_(h.T, h)
-            sums = torch.addmm(sums, h.T, F.one_hot(labels, self.classes).double())
+            present, own = labels.unique(return_inverse=True)  # of thousands of classes a block has few
+            sums[:, present] += h.T @ F.one_hot(own, len(present)).double()
         self.gram, self.sums = mirror(gram), sums
 
     def add_view(self, z: Tensor, stored: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
