@@ -197,8 +197,9 @@ def expert(tasks: int, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     found = ridge.log_probabilities(x)
     answer_s = time.perf_counter() - started
-    share = found.exp().unflatten(1, (-1, CLASSES)).sum(dim=2)
-    ranked, order = share.sort(dim=1, descending=True)
+    probable = found.exp().unflatten(1, (-1, CLASSES))
+    order = probable.amax(dim=2).argsort(dim=1, descending=True)
+    ranked = probable.sum(dim=2).gather(1, order)
     chosen = F.pad(ranked.cumsum(dim=1)[:, :-1], (1, 0)) < PlusConfig().passes_mass
     chosen[:, MOST_QUERIED:] = False
     own = (order == (truth // CLASSES).unsqueeze(1)) & chosen

@@ -429,7 +429,9 @@ class TPLPlus(TPL):
     def tasks_to_query(self, expert: Tensor) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
-        Tasks whose models are views of the expert are always included: their outputs are there already.
+        Tasks come in the order of their most probable class: among thousands of classes, the sum over a task says more
+        about the many improbable ones (docs/scale.md). Tasks whose models are views of the expert are always included:
+        their outputs are there already.
         """
         owner = task_of_class(self.task_classes_).to(expert.device)
         count = len(self.task_classes_)
@@ -437,7 +439,9 @@ class TPLPlus(TPL):
         share.index_add_(1, owner, expert.exp())
         if self.config.passes in (ALL, NO_TASK):
             return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
-        ranked, order = share.sort(dim=1, descending=True)
+        best = torch.full_like(share, -torch.inf).scatter_reduce_(1, owner.expand_as(expert), expert, "amax")
+        order = best.argsort(dim=1, descending=True, stable=True)
+        ranked = share.gather(1, order)
         if self.config.passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
             wanted[:, MOST_QUERIED:] = False
