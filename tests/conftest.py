@@ -14,6 +14,8 @@ from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
 os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that a test starts: there is a worker a core
 
 
 # Modules of 15 seconds and more. A module is the work of one process: begun last, a long one would leave others idle.
