@@ -29,6 +29,8 @@ class Browser:
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--no-first-run",
+            "--use-fake-device-for-media-stream",
+            "--use-fake-ui-for-media-stream",
         ]
         command += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         # Chromium reads file 3 and writes file 4. Any shell can put the pipes there by path, whatever their numbers.

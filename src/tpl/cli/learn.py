@@ -418,10 +418,9 @@ def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, 
     from tpl.stream import batches_of
 
     reader = FeatureReader(method.encoder, method.compute)
-    stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
     with closing(batches_of(new.images, method.preprocess, 256)) as ready:
         found = reader.look(ready)
-    alike = same_classes(found, list(new.class_names), Reference(stored, method.memory.labels, learner.classes_))
+    alike = same_classes(found, list(new.class_names), Reference.of(method, reader))
     for pair in alike:
         warn(
             f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are "
