@@ -26,6 +26,7 @@ from tpl.cli.plan import (
     as_task,
     choice_text,
     choose_training,
+    duration,
     encoded_size,
     estimate,
     method_for,
@@ -49,6 +50,7 @@ from tpl.cli.text import (
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
+    from tpl.answers import TaskRecord
     from tpl.console import WorkProgress
     from tpl.learner import Learner
     from tpl.lines import ProgressLines
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from tpl.stream import Labelled
 
     Progress = WorkProgress | ProgressLines
+
+FEW = 30  # images, below which an accuracy is a hint
 
 
 @app.command(rich_help_panel=MODELS)
@@ -303,6 +307,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "images": record.images if measured else len(ready.images),
         "held_out": record.held_out if measured else None,
         "accuracy": record.accuracy if measured else None,
+        "measured": _measured(record) if measured else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
         "known_classes": len(learner.classes_),
@@ -313,6 +318,16 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "same_classes": alike,
         **notes,
     }
+
+
+def _measured(record: TaskRecord) -> dict[str, Any] | None:
+    """The counts behind the accuracy of a task, with its interval."""
+    from tpl.answers import Measured
+
+    if record.accuracy is None:
+        return None
+    images = record.held_out or record.images  # without held-out images, each image was left out in turn
+    return Measured(round(record.accuracy * images), images).to_dict()
 
 
 def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
@@ -355,6 +370,10 @@ def _learner(store: ModelStore, request: Request) -> Learner:
         return Learner.load(store.path, request.weights, request.device)
     from tpl.schedule import schedule_for
 
+    if request.weights is not None or request.encoder is not None:
+        from tpl.cli.encoder import check_encoder
+
+        check_encoder(request.encoder, request.weights)
     encoder = request.encoder or COMPACT
     preset = request.preset_for(None)
     method = request.method or (CLOSED_FORM if preset == QUICK else method_for(encoder))
@@ -482,13 +501,15 @@ def _header_text(store: ModelStore) -> bytes:
 
 def _print_learned(report: dict[str, Any]) -> None:
     """Print what was learned, the accuracy, and the state of the model."""
-    classes, seconds = escape(listed(list(report["classes"]))), report["seconds"]
+    classes, took = escape(listed(list(report["classes"]))), duration(report["seconds"])
     if report["updated"]:
-        out.print(f"Added {report['images']} more images of {classes} in {seconds:.0f} s.", highlight=False)
+        out.print(f"Added {report['images']:,} more images of {classes} in {took}.", highlight=False)
     else:
         work = f"{report['epochs']} epochs" if report["epochs"] else "without training"
         out.print(
-            f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {work}.", highlight=False
+            f"Learned [bold]{classes}[/] from {report['images']:,} images in {took}, {work}.",
+            highlight=False,
+            soft_wrap=True,
         )
         if "choice" in report:
             out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
@@ -497,7 +518,7 @@ def _print_learned(report: dict[str, Any]) -> None:
             _print_effect(report["old_classes"])
     if report["more"]:
         known = escape(listed(list(report["more"])))
-        out.print(f"Added {sum(report['more'].values())} more images of {known}, known before.", highlight=False)
+        out.print(f"Added {sum(report['more'].values()):,} more images of {known}, known before.", highlight=False)
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
     kept = memory_text(memory)
@@ -517,13 +538,15 @@ def _print_accuracy(report: dict[str, Any]) -> None:
     if report["accuracy"] is None:
         out.print("No image was held out: `tpl evaluate` can measure it on others.", highlight=False)
         return
-    held = report["held_out"]
-    images = f"{held} held-out images" if held else f"{report['images']} images, each of them left out in turn"
-    few = ", too few for more than a hint" if (held or report["images"]) < 30 else ""
+    measured, among = report["measured"], f"among all {report['known_classes']:,} classes"
+    images = "held-out images" if report["held_out"] else "images, each of them left out in turn,"
+    low, high = (f"{100 * side:.0f}" for side in measured["interval"])
+    few = " Too few for more than a hint." if measured["images"] < FEW else ""
     out.print(
-        f"Accuracy on {images}{few}: [bold]{percent(report['accuracy'])}[/], "
-        f"among all {report['known_classes']} classes.",
+        f"Accuracy: [bold]{percent(report['accuracy'])}[/], {measured['right']:,} of {measured['images']:,} {images} "
+        f"are right ({low} to {high} %), {among}.{few}",
         highlight=False,
+        soft_wrap=True,
     )
     for pair in report["confused"][:5]:
         text = f"  {pair['true']} was taken for {pair['predicted']}: {pair['count']} of them"
