@@ -1,9 +1,9 @@
 """Run the commands of docs/learn.md on generated pictures, and write what they print into the page.
 
-python recipes/record_learn.py            # two minutes on two cores
+python recipes/record_learn.py            # a minute on two cores
 python recipes/record_learn.py --check    # only compare the words, and change nothing
 
-Commands that the page shows without output are run, too, as later ones need them; `tpl serve` and `curl` are not.
+Commands that the page shows without output are not run: no later one with output needs them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "learn.md"
 BLOCK = re.compile(r"(```console\n)(.*?)(```)", re.DOTALL)
-LEFT_OUT = ("tpl serve", "curl")
 WIDTH = "118"  # columns of the terminal
 
 
@@ -41,12 +41,10 @@ def make_photos(place: Path) -> None:
 
 
 def printed(line: str, place: Path) -> str:
-    """What a line of the page prints on standard output."""
-    command = line.replace("tpl ", f"{sys.executable} -m tpl ", 1) if " | " not in line else line.replace(
-        "| tpl ", f"| {sys.executable} -m tpl ", 1
-    )  # fmt: skip
+    """What a command of the page prints on standard output."""
     environment = os.environ | {"COLUMNS": WIDTH, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
-    done = subprocess.run(command, shell=True, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", *shlex.split(line)]
+    done = subprocess.run(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{line} ended with {done.returncode}")
     return "".join(f"{text.rstrip()}\n" for text in done.stdout.splitlines())
@@ -57,9 +55,7 @@ def recorded(block: str, place: Path) -> str:
     parts = re.split(r"^(\$ .+\n)", block, flags=re.MULTILINE)
     text = parts[0]
     for command, output in zip(parts[1::2], parts[2::2], strict=True):
-        line = command[2:].strip()
-        found = "" if line.startswith(LEFT_OUT) else printed(line, place)
-        text += command + (found if output.strip() else output)
+        text += command + (printed(command[2:].strip(), place) if output.strip() else output)
     return text
 
 
