@@ -50,7 +50,6 @@ from tpl.cli.text import (
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
-    from tpl.answers import TaskRecord
     from tpl.console import WorkProgress
     from tpl.learner import Learner
     from tpl.lines import ProgressLines
@@ -307,7 +306,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "images": record.images if measured else len(ready.images),
         "held_out": record.held_out if measured else None,
         "accuracy": record.accuracy if measured else None,
-        "measured": _measured(record) if measured else None,
+        "measured": record.measured.to_dict() if measured and record.measured is not None else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
         "known_classes": len(learner.classes_),
@@ -318,16 +317,6 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "same_classes": alike,
         **notes,
     }
-
-
-def _measured(record: TaskRecord) -> dict[str, Any] | None:
-    """The counts behind the accuracy of a task, with its interval."""
-    from tpl.answers import Measured
-
-    if record.accuracy is None:
-        return None
-    images = record.held_out or record.images  # without held-out images, each image was left out in turn
-    return Measured(round(record.accuracy * images), images).to_dict()
 
 
 def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:

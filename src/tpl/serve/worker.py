@@ -108,13 +108,8 @@ def learn_task(spec: JobSpec, send: Send) -> None:
 
 def _outcome(learner: Learner, done: TaskRecord, known: list[str], counts: dict[str, int]) -> dict[str, Any]:
     """What was learned, in counts: how well the new classes are recognised, and what became of older ones."""
-    from tpl.answers import Measured
-
-    measured = None
-    if done.accuracy is not None:
-        images = done.held_out or done.images  # without held-out images, each image was left out in turn
-        measured = Measured(round(done.accuracy * images), images).to_dict() | {"held_out": done.held_out > 0}
-    new = measured is not None or not known
+    measured = None if done.measured is None else done.measured.to_dict() | {"held_out": done.held_out > 0}
+    new = set(counts) - set(known)  # an update measures nothing
     confused = [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions()] if new else []
     return {
         "learned": [name for name in counts if name not in known],
