@@ -11,12 +11,15 @@ CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
-.PHONY: demo test check format docs wheel torture clean
+.PHONY: demo test tests-alone check format docs wheel torture clean
 
 demo: $(CORE)  ## teach the bundled digits to three learners; about 2.5 minutes on two cores
 	$(BIN)/tpl demo
 
-test: $(DEV) check  ## lint, types, architecture, tests; under 10 minutes on two cores
+test: $(DEV)  ## lint, types, architecture, tests, side by side; under 10 minutes on two cores
+	@$(MAKE) --no-print-directory -j2 check tests-alone
+
+tests-alone: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(DEV)

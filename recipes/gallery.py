@@ -285,9 +285,8 @@ def report_page(scene: Scene, file: Path) -> None:
 def _shoot(browser: Any, picture: Path, file: Path, width: int, height: int) -> None:
     """The page's upper part as WebP, after its transitions."""
     browser.evaluate("new Promise((done) => setTimeout(done, 700))")
-    browser.picture(picture)
-    with Image.open(picture) as image:
-        image.crop((0, 0, min(width, image.width), min(height, image.height))).save(picture)
+    size = browser.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    browser.picture(picture, (min(width, size[0]), min(height, size[1])))
     save_webp(picture, file, 1000)
 
 

@@ -29,6 +29,8 @@ class Browser:
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--no-first-run",
+            "--use-fake-device-for-media-stream",
+            "--use-fake-ui-for-media-stream",
         ]
         command += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         # Chromium reads file 3 and writes file 4. Any shell can put the pipes there by path, whatever their numbers.
@@ -130,7 +132,8 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def picture(self, file: Path) -> None:
-        """The whole page as a PNG file."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+    def picture(self, file: Path, size: tuple[int, int] | None = None) -> None:
+        """The whole page as a PNG file, or its upper left part of some width and height."""
+        clip = {} if size is None else {"clip": {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png", **clip)
         file.write_bytes(base64.b64decode(shot["data"]))

@@ -14,13 +14,16 @@ from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
 os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that a test starts: there is a worker a core
 
 
 # Modules of 15 seconds and more. A module is the work of one process: begun last, a long one would leave others idle.
 LONG = (
     "test_devices", "test_common", "test_ray", "test_serve_learning", "test_export", "test_estimator",
     "test_serve_command", "test_model_commands", "test_run", "test_suite", "test_crash", "test_ablate",
-    "test_common_baselines", "test_cli", "test_walkthrough", "test_scratch",
+    "test_common_baselines", "test_cli", "test_walkthrough", "test_scratch", "test_gallery", "test_serve_page",
+    "test_set_up", "test_site", "test_one_road", "test_bounds", "test_family",
 )  # fmt: skip
 
 

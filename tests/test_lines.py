@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tpl.engine import Event, RunLabel, labelled
-from tpl.lines import ProgressLines, Throttle, duration
+from tpl.lines import ProgressLines, Throttle, duration, pace
 
 
 class Log:
@@ -129,7 +129,7 @@ def test_reading_many_images_is_told(log: Log) -> None:
     log.begin([1000])
     log.task(images=1000)
     assert log("prepare", 3, done=300, images=1000) == []
-    assert log("prepare", 3, done=300, images=1000) == ["[00:06] tpl: task 1 of 1: 600 of 1000 images read"]
+    assert log("prepare", 3, done=300, images=1000) == ["[00:06] tpl: task 1 of 1: 600 of 1,000 images read"]
     assert log("prepare", 3, done=400, images=1000) == []
     assert log("prepare", 3, done=200, images=400) == ["[00:12] tpl: task 1 of 1: 200 of 400 images read"]
 
@@ -217,8 +217,8 @@ def test_a_phase_is_told_by_tenths_and_when_it_ends(log: Log) -> None:
     log("phase", phase="evaluating", steps=1000)
     told = [log("step", 2, steps=100) for _ in range(10)]
     assert [len(lines) for lines in told] == [0, 0, 1, 0, 0, 1, 0, 0, 1, 1]
-    assert told[2] == ["[00:06] tpl: evaluating: 300 of 1000, 50 a second, about 14 s left"]
-    assert told[9] == ["[00:20] tpl: evaluating: all 1000 done in 20 s"]
+    assert told[2] == ["[00:06] tpl: evaluating: 300 of 1,000, 50 a second, about 14 s left"]
+    assert told[9] == ["[00:20] tpl: evaluating: all 1,000 done in 20 s"]
 
 
 def test_a_short_phase_is_not_told(log: Log) -> None:
@@ -235,8 +235,8 @@ def test_a_phase_of_unknown_length_is_told_every_half_minute(log: Log) -> None:
         log.now += 10
         log.lines.advance(1000)
     assert log.written() == [
-        "[00:30] tpl: predicting: 3000 so far, 100 a second",
-        "[01:00] tpl: predicting: 6000 so far, 100 a second",
+        "[00:30] tpl: predicting: 3,000 so far, 100 a second",
+        "[01:00] tpl: predicting: 6,000 so far, 100 a second",
     ]
 
 
@@ -247,3 +247,16 @@ def test_a_phase_of_unknown_length_is_told_every_half_minute(log: Log) -> None:
 )  # fmt: skip
 def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_a_pace_has_two_digits_and_is_left_out_where_it_says_nothing() -> None:
+    assert [pace(speed) for speed in (0.4, 1, 9.6, 52.7, 183, 2_456)] == [
+        "", "1 a second", "10 a second", "53 a second", "180 a second", "2,500 a second",
+    ]  # fmt: skip
+    assert pace(249_922) == ""
+
+
+def test_an_accuracy_by_leave_one_out_names_no_held_out_images(log: Log) -> None:
+    log("task", task="photos", classes=["a"], images=4)
+    (line,) = log("learned", 1, task="photos", accuracy=0.75, held_out=0)
+    assert line.endswith("75.0 % accuracy, each image left out in turn")

@@ -93,7 +93,8 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
     python = place / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-compile", "--no-index", wheel]
     subprocess.run(install, check=True)
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read

@@ -26,9 +26,10 @@ COMMANDS = re.findall(r"^\$ (.+)$", "\n".join(re.findall(r"```console\n(.*?)```"
 FAST = ["--epochs", "4", "--device", "cpu"]  # the page leaves both to the program, which takes longer
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folders that the page starts from."""
+    tmp_path = tmp_path_factory.mktemp("home")
     photos(tmp_path / "photos", ["cat", "cow", "dog", "fox"], suffix="jpg")
     photos(tmp_path / "birds", ["hen", "owl"], suffix="jpg")
     photos(tmp_path / "test", ["cat", "cow", "dog", "fox", "hen", "owl"], count=2, seed=1, suffix="jpg")
@@ -37,8 +38,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("cat", "owl"):
         for file in (photos(tmp_path / "new", [name], count=2, seed=3, suffix="jpg") / name).iterdir():
             file.rename(tmp_path / "inbox" / f"{name}-{file.name}")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def said(home: Path) -> dict[str, str]:
+    """What every command of the page prints, but for the server and requests to it."""
+    return {line: run(line) for line in COMMANDS if not line.startswith(("tpl serve", "curl"))}
 
 
 def run(line: str) -> str:
@@ -79,11 +87,10 @@ def free_port() -> int:
         return number
 
 
-def test_every_command_of_the_page_works(home: Path) -> None:
+def test_every_command_of_the_page_works(home: Path, said: dict[str, str]) -> None:
     assert len(COMMANDS) >= 12
     servers = [line for line in COMMANDS if line.startswith("tpl serve")]
     requests = [line for line in COMMANDS if line.startswith("curl")]
-    said = {line: run(line) for line in COMMANDS if line not in servers + requests}
     assert "Accuracy" in said["tpl evaluate model test"]
     answers = [json.loads(line) for line in (home / "answers.jsonl").read_text().splitlines()]
     assert [answer["path"] for answer in answers] == [
@@ -106,12 +113,12 @@ def test_every_command_of_the_page_works(home: Path) -> None:
             assert answer["class"] in ("house cat", "cow", "dog", "hen", "owl")
 
 
-def test_what_the_page_shows_is_what_the_commands_print(home: Path) -> None:
+def test_what_the_page_shows_is_what_the_commands_print(said: dict[str, str]) -> None:
     """The words around the numbers of two commands. Which class an unknown picture resembles may differ."""
     for line in ("tpl learn model photos", "tpl predict model inbox"):
         shown = PAGE.partition(f"$ {line}\n")[2].partition("```")[0]
         shown = re.sub(r"balanced: .*", "", shown)  # with --epochs, as here, no preset chooses
-        assert _words(shown) - _words(run(line)) <= {"cat", "cow", "dog", "fox"}, line
+        assert _words(shown) - _words(said[line]) <= {"cat", "cow", "dog", "fox"}, line
 
 
 def _words(text: str) -> set[str]:

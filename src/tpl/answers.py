@@ -97,6 +97,12 @@ class TaskRecord:
     learned: str  # date and time, ISO
     source: str
 
+    @property
+    def measured(self) -> Measured | None:
+        """The counts behind the accuracy; without held-out images, each image was left out in turn."""
+        images = self.held_out or self.images
+        return None if self.accuracy is None else Measured(round(self.accuracy * images), images)
+
 
 @dataclass(frozen=True)
 class TaskEntry:

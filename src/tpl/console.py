@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from tpl.lines import ProgressLines
+from tpl.lines import ProgressLines, pace
 
 if TYPE_CHECKING:
     from tpl.engine import Event, RunLabel
@@ -174,7 +174,7 @@ class WorkProgress(_StopsBar):
         self.done += steps
         speed = self.done / max(time.monotonic() - self.started, 1e-9)
         if self.bar is not None:
-            self.progress.update(self.bar, advance=steps, doing=f"{speed:.0f} a second" if doing is None else doing)
+            self.progress.update(self.bar, advance=steps, doing=pace(speed) if doing is None else doing)
 
     def __call__(self, event: Event) -> None:
         """Show one event of learning."""

@@ -100,6 +100,14 @@ class _Group:
     runs: dict[RunLabel, _Run] = field(default_factory=dict)
 
 
+def pace(speed: float) -> str:
+    """Steps a second with two digits, or nothing: below one it is a time, and thousands are over at once."""
+    if not 1 <= speed < 10_000:
+        return ""
+    step = 10 ** max(len(str(int(speed))) - 2, 0)
+    return f"{round(speed / step) * step:,} a second"
+
+
 class _Phase:
     """Work without tasks, in steps of about the same length."""
 
@@ -114,15 +122,15 @@ class _Phase:
         seconds = now - self.began
         speed = self.done / max(seconds, 1e-9)
         if self.reported and self.done == self.total:
-            return f"{self.name}: all {self.total} done in {duration(seconds)}"
+            return f"{self.name}: all {self.total:,} done in {duration(seconds)}"
         if not self.throttle.due(self.done / self.total if self.total else None, now):
             return None
         self.reported = True
-        fast = f", {speed:.0f} a second" if speed >= 1 else ""
+        fast = f", {pace(speed)}" if pace(speed) else ""
         if not self.total:
-            return f"{self.name}: {self.done} so far{fast}"
+            return f"{self.name}: {self.done:,} so far{fast}"
         left = duration((self.total - self.done) / max(speed, 1e-9))
-        return f"{self.name}: {self.done} of {self.total}{fast}, about {left} left"
+        return f"{self.name}: {self.done:,} of {self.total:,}{fast}, about {left} left"
 
 
 class ProgressLines:
@@ -197,7 +205,7 @@ class ProgressLines:
         whole = data["images"]
         run.read = data["done"] + (run.read if run.read < whole else 0)  # else other images have begun
         if group.throttle.due(run.read / max(whole, 1), self.clock()):
-            self._write_line(group, run, f"{run.title}: {run.read} of {whole} images read")
+            self._write_line(group, run, f"{run.title}: {run.read:,} of {whole:,} images read")
 
     def _on_epoch(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         now, epoch, epochs = self.clock(), data["epoch"], data["epochs"]
@@ -217,7 +225,8 @@ class ProgressLines:
 
     def _on_learned(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         accuracy, images = data["accuracy"], counted(data["held_out"], "held-out image", "held-out images")
-        right = "" if accuracy is None else f"{100 * accuracy:.1f} % accuracy on {images}"
+        on = f" on {images}" if data["held_out"] else ", each image left out in turn"
+        right = "" if accuracy is None else f"{100 * accuracy:.1f} % accuracy{on}"
         self._done(group, run, run.title, right)
 
     def _done(self, group: _Group, run: _Run, title: str, right: str) -> None:

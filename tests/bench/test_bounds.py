@@ -58,7 +58,7 @@ def test_other_settings_are_trained_on_their_own(monkeypatch: pytest.MonkeyPatch
     copied: list[Joint] = []
     copy = Joint.learn_task_from
     monkeypatch.setattr(Joint, "learn_task_from", lambda self, *given: copied.append(self) or copy(self, *given))
-    joint, ridge = both(LAST)
+    joint, ridge = both(replace(LAST, tasks=1))
     longer = replace(ridge, options=ridge.options | {"epochs": 3})
     for number, other in enumerate((longer, replace(ridge, seed=1), replace(ridge, order="random:1"), ridge)):
         execute_together([joint, other], [tmp_path / f"{number}-{name}" for name in BOUNDS])

@@ -51,15 +51,16 @@ def test_what_happened_to_older_classes_is_printed_with_counts_and_an_interval(p
 
 
 def test_balanced_trains_if_that_fits_the_time(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpl.schedule.epochs_for", lambda method, images: 6)
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
     none = learn(tmp_path / "a", place / "pets", "--time", "1s")
     assert none["choice"]["method"] == "closed-form" and "more than 1 s" in none["choice"]["reason"]  # type: ignore[index]
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 1e-5)
     trained = learn(tmp_path / "b", place / "pets")
-    assert trained["choice"]["method"] == "tpl-plus" and trained["epochs"] == 60  # type: ignore[index]
+    assert trained["choice"]["method"] == "tpl-plus" and trained["epochs"] == 6  # type: ignore[index]
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
-    fewer = learn(tmp_path / "b", place / "birds", "--time", "12s")
-    assert 1 <= fewer["epochs"] < 60 and "instead of 60" in fewer["choice"]["reason"]  # type: ignore[index, operator]
+    fewer = learn(tmp_path / "b", place / "birds", "--time", "2s")
+    assert 1 <= fewer["epochs"] < 6 and "instead of 6" in fewer["choice"]["reason"]  # type: ignore[index, operator]
     assert "leave --preset out" in refusal("learn", tmp_path / "b", place / "birds", "--preset", "quick")
 
 

@@ -54,6 +54,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClassVAE, "steps", 5)
     for module, name in ((engine_compute, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
         monkeypatch.setattr(module, name, 32)
+    monkeypatch.setattr("tpl.methods.parts.closed_form.RANDOM_FEATURES", 64)
 
 
 @pytest.fixture

@@ -145,6 +145,7 @@ def test_methods_over_one_bank_train_once_and_other_seeds_one_after_the_other(st
 
 WANTED = {
     "foster": {"compression": 4.0},  # its student learns last of all
+    "hal": {"anchor_steps": 3},
     "agem": {"epochs": 5, "lr": 0.02},  # large steps and projections do not go together, here as elsewhere
 }
 NETWORKS = sorted(n for n, m in load_methods().items() if m.from_scratch and not issubclass(m, BankMethod))
@@ -152,14 +153,15 @@ NETWORKS = sorted(n for n, m in load_methods().items() if m.from_scratch and not
 
 @pytest.mark.parametrize("method", NETWORKS)
 def test_single_networks_learn_save_and_answer_image_by_image(method: str, stream: Stream, tmp_path: Path) -> None:
-    newest = stream[2].test
+    stream = Stream(stream[:2])
+    newest = stream[1].test
     assert newest is not None
     for seed in range(3):  # on so few images some networks learn nothing: one of three seeds must
         learner = learner_for(method, augment="crop", seed=seed, **WANTED.get(method, {}))
         for t, task in enumerate(stream):
             learner.learn(stream.union(t) if learner.method.cumulative else task, held_out=0)
         log_p = learner.log_probabilities(newest)
-        if np.mean(log_p[:, 4:].argmax(dim=1).numpy() == newest.labels) > 0.7:
+        if np.mean(log_p[:, 2:].argmax(dim=1).numpy() == newest.labels) > 0.7:
             break
     else:
         pytest.fail("the classes of the newest task are not told apart")

@@ -1,12 +1,21 @@
-"""A tiny model of digits, and a client of the application over it."""
+"""A tiny model of digits, a client of the application over it, and a server in a process of its own."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,3 +124,46 @@ def workers(pid: int) -> list[int]:
         if parent == pid and "tpl.serve.worker" in command:
             found.append(int(entry.name))
     return found
+
+
+@dataclass
+class Running:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    token: str | None
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Running]:
+    """`tpl serve MODEL` with some options, for a while."""
+    command = [
+        sys.executable,
+        "-m",
+        "tpl",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--json",
+        *options,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TPL_TOKEN"}
+    # A shell that runs the tests in the background has its children ignore Ctrl-C: not this one.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
+    try:
+        assert process.stdout is not None
+        said = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        hello: dict[str, Any] = json.loads(said)
+        yield Running(process, hello["url"], hello["token"])
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

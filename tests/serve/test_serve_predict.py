@@ -148,7 +148,10 @@ def test_health_and_metrics(client: TestClient) -> None:
 
 def test_the_description_for_programs_names_every_route(client: TestClient) -> None:
     description = client.get("/openapi.json").json()
-    assert set(description["paths"]) == {"/health", "/metrics", "/model", "/predict", "/tasks", "/tasks/{id}"}
+    assert set(description["paths"]) == {
+        "/health", "/metrics", "/model", "/predict", "/tasks", "/tasks/{id}",
+        "/check", "/suggest", "/classes/rename", "/classes/remove",
+    }  # fmt: skip
     assert description["paths"]["/tasks"]["post"]["security"] == [{"token": []}]
     assert "multipart/form-data" in description["paths"]["/predict"]["post"]["requestBody"]["content"]
 

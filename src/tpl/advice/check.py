@@ -16,6 +16,7 @@ from tpl.advice.features import FeatureReader, Looked, centred
 from tpl.advice.files import LeftOut, equal_pictures, files_left_out, names_alike
 from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
 from tpl.answers import Measured
+from tpl.methods import Method
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
@@ -30,6 +31,14 @@ class Reference:
     features: Tensor
     labels: Tensor
     names: list[str]
+
+    @classmethod
+    def of(cls, method: Method, reader: FeatureReader) -> Reference:
+        """The images that a model stores; without any, its classes are compared by name alone."""
+        if method.memory is None or not len(method.memory):
+            return cls(torch.zeros(0, method.encoder.dim, dtype=torch.float64), torch.zeros(0).long(), method.classes_)
+        stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
+        return cls(stored, method.memory.labels, method.classes_)
 
 
 @dataclass(frozen=True)

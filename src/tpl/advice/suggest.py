@@ -9,8 +9,19 @@ On images of CIFAR-100 under ViT-tiny this gained half as much again as images d
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from tpl.advice.features import centred
+from tpl.answers import DIGITS
+from tpl.methods import Method
+from tpl.methods.base import UNKNOWN
+from tpl.stream import Found, batches
 
 CANDIDATES = 4  # for every image wanted
 EQUAL = 0.95  # cosine of features from which two images are nearly equal
@@ -54,3 +65,85 @@ def _different(unsure: Tensor, features: Tensor, count: int) -> list[int]:
     rest = unsure.clone()
     rest[found] = -1
     return found + rest.argsort(descending=True, stable=True)[: min(count, len(unsure)) - len(found)].tolist()
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """An image worth a label: the two best classes, the unknown score, and how unsure the model is."""
+
+    path: str
+    top: tuple[tuple[str, float], ...]
+    unknown: float
+    unsure: float
+
+    def reason(self) -> str:
+        """Why it is worth a label, in words."""
+        (name, best), *rest = self.top
+        if rest and self.unsure <= 1 - (best - rest[0][1]) + 1e-6:
+            return f"{name} {100 * best:.1f} % or {rest[0][0]} {100 * rest[0][1]:.1f} %"
+        return f"{name} {100 * best:.1f} %, but it looks like none of the classes (unknown {self.unknown:.2f})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The suggestion as JSON."""
+        top = [{"class": name, "probability": round(p, DIGITS)} for name, p in self.top]
+        scores = {"unknown": round(self.unknown, DIGITS), "unsure": round(self.unsure, DIGITS)}
+        return {"path": self.path, "top": top} | scores
+
+
+@dataclass(frozen=True)
+class Suggested:
+    """The images to label, the most useful first; how many were seen, and why others could not be read."""
+
+    rows: list[Suggestion]
+    images: int
+    unreadable: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        rows = [row.to_dict() for row in self.rows]
+        return {"images": self.images, "suggested": rows, "unreadable": self.unreadable}
+
+
+Seen = tuple[Tensor, Tensor | None, Tensor]  # P(class), unknown score and features of a batch
+
+
+def suggested(
+    method: Method,
+    found: Iterable[Found],
+    count: int,
+    batch: int = 256,
+    advance: Callable[[int], None] = lambda images: None,
+    compute: Callable[[Callable[[], Seen]], Seen] = lambda look: look(),
+) -> Suggested:
+    """The `count` images most worth a label; `compute` runs each batch, e.g. in another thread."""
+    names = method.classes_
+    paths: list[str] = []
+    errors: list[str] = []
+    probabilities, unknown, features = [], [], []
+    with closing(batches(found, method.preprocess, batch)) as ready:
+        for part in ready:
+            paths += [name for name, error in zip(part.names, part.errors, strict=True) if error is None]
+            errors += [error for error in part.errors if error is not None]
+            if len(part.pixels):
+                p, u, z = compute(lambda pixels=part.pixels: _look(method, pixels))  # type: ignore[misc]
+                probabilities.append(p.cpu())
+                unknown.append(torch.zeros(len(p)) if u is None else u.cpu())
+                features.append(z.double().cpu())
+            advance(len(part.names))
+    if not paths:
+        return Suggested([], 0, errors)
+    p, u = torch.cat(probabilities), torch.cat(unknown)
+    unsure = uncertainty(p, u)
+    top = p.topk(min(2, len(names)), dim=1)
+    best = [
+        tuple((names[c], q) for c, q in zip(*row, strict=True))
+        for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+    rows = most_useful(unsure, centred(torch.cat(features)), count)
+    return Suggested([Suggestion(paths[i], best[i], float(u[i]), float(unsure[i])) for i in rows], len(paths), errors)
+
+
+def _look(method: Method, pixels: Tensor) -> Seen:
+    answer = method.answer(pixels, {UNKNOWN})
+    p = answer.log_p.exp()
+    return p, answer.unknown, method.encoder_features(pixels) if method.encoder.pretrained else p

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from tpl.lines import printable
 if TYPE_CHECKING:
     from tpl.advice.check import Reference
     from tpl.advice.features import FeatureReader
-    from tpl.learner import Learner
 
 SEVERAL = 20  # images that `suggest` names
 
@@ -71,26 +69,24 @@ def _reader(
     """What computes features, and the images that a model stores."""
     from tpl.advice.check import Reference
     from tpl.advice.features import FeatureReader
+    from tpl.cli.encoder import check_encoder
     from tpl.engine import choose_compute
     from tpl.nets import create_encoder
     from tpl.nets.compact import NAME as COMPACT
 
     if model is None:
+        check_encoder(encoder, weights)
         return FeatureReader(create_encoder(encoder or COMPACT, weights), choose_compute(device, "auto", "auto")), None
     if encoder is not None:
         raise TplError("--model has its own encoder: leave out --encoder.")
-    import torch
-
     from tpl.learner import Learner
 
     method = Learner.load(model, weights, device).method
     reader = FeatureReader(method.encoder, method.compute)
-    stored, labels = torch.zeros(0, method.encoder.dim, dtype=torch.float64), torch.zeros(0, dtype=torch.long)
-    if method.memory is not None and len(method.memory):
-        stored, labels = reader.features(method.memory.pixels(method.preprocess)).double().cpu(), method.memory.labels
-    else:
+    reference = Reference.of(method, reader)
+    if not len(reference.labels):
         warn(f"{model} stores no images: its classes are compared by name alone.")
-    return reader, Reference(stored, labels, method.classes_)
+    return reader, reference
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -185,80 +181,25 @@ def suggest(
 
     `tpl suggest model inbox/ --count 5 --json`
     """
+    from tpl.advice.suggest import suggested
     from tpl.console import work_progress
     from tpl.learner import Learner
+    from tpl.stream import find_images
 
     learner = Learner.load(model, weights, device)
     with work_progress(err, as_json) as progress:
         progress.begin("looking", None)
-        suggested, seen, errors = _suggested(learner, images, count, batch, progress.advance)
-    if not seen:
-        why = f": {errors[0]}" if errors else "."
+        found = suggested(learner.method, find_images(images), count, batch, progress.advance)
+    if not found.images:
+        why = f": {found.unreadable[0]}" if found.unreadable else "."
         raise TplError(f"There are no readable images in {printable(', '.join(images))}{why}")
     if as_json:
-        print_json({"model": str(model), "images": seen, "suggested": suggested, "unreadable": errors})
+        print_json({"model": str(model)} | found.to_dict())
         return
-    for text in errors[:SHOWN]:
+    for text in found.unreadable[:SHOWN]:
         warn(f"left out: {text}")
     table = Table("image", "why", box=None, header_style="bold")
-    for row in suggested:
-        table.add_row(escape(printable(row["path"])), escape(_reason(row)))
+    for row in found.rows:
+        table.add_row(escape(printable(row.path)), escape(row.reason()))
     out.print(table)
-    out.print(f"{len(suggested)} of {seen} images, the most useful first.", highlight=False)
-
-
-def _suggested(
-    learner: Learner, images: list[str], count: int, batch: int, advance: Any
-) -> tuple[list[dict[str, Any]], int, list[str]]:
-    """The images to label, how many were seen, and why others could not be read."""
-    import torch
-
-    from tpl.advice.features import centred
-    from tpl.advice.suggest import most_useful, uncertainty
-    from tpl.answers import DIGITS
-    from tpl.methods.base import UNKNOWN
-    from tpl.stream import batches, find_images
-
-    method, names = learner.method, learner.classes_
-    paths: list[str] = []
-    errors: list[str] = []
-    probabilities, unknown, features = [], [], []
-    with closing(batches(find_images(images), method.preprocess, batch)) as ready:
-        for part in ready:
-            paths += [name for name, error in zip(part.names, part.errors, strict=True) if error is None]
-            errors += [error for error in part.errors if error is not None]
-            if len(part.pixels):
-                answer = method.answer(part.pixels, {UNKNOWN})
-                probabilities.append(answer.log_p.exp().cpu())
-                unknown.append(torch.zeros(len(part.pixels)) if answer.unknown is None else answer.unknown.cpu())
-                own = method.encoder_features(part.pixels) if method.encoder.pretrained else answer.log_p.exp()
-                features.append(own.double().cpu())
-            advance(len(part.names))
-    if not paths:
-        return [], 0, errors
-    p, u = torch.cat(probabilities), torch.cat(unknown)
-    unsure = uncertainty(p, u)
-    top = p.topk(min(2, len(names)), dim=1)
-    rows = most_useful(unsure, centred(torch.cat(features)), count)
-    suggested = [
-        {
-            "path": paths[i],
-            "top": [
-                {"class": names[c], "probability": round(q, DIGITS)}
-                for c, q in zip(top.indices[i].tolist(), top.values[i].tolist(), strict=True)
-            ],
-            "unknown": round(float(u[i]), DIGITS),
-            "unsure": round(float(unsure[i]), DIGITS),
-        }
-        for i in rows
-    ]
-    return suggested, len(paths), errors
-
-
-def _reason(row: dict[str, Any]) -> str:
-    """Why an image is worth a label, in words."""
-    first, *rest = row["top"]
-    best = f"{first['class']} {percent(first['probability'])}"
-    if rest and row["unsure"] <= 1 - (first["probability"] - rest[0]["probability"]) + 1e-6:
-        return f"{best} or {rest[0]['class']} {percent(rest[0]['probability'])}"
-    return f"{best}, but it looks like none of the classes (unknown {row['unknown']:.2f})"
+    out.print(f"{len(found.rows)} of {found.images:,} images, the most useful first.", highlight=False)

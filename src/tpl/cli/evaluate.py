@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json
-from tpl.cli.options import AsJson, Batch, Device, Download, Folder, Model, Strict, TestData, Weights
+from tpl.cli.options import OUTPUT, AsJson, Batch, Device, Download, Folder, Model, Strict, TestData, Weights
 from tpl.cli.text import SHOWN, listed, percent, unknown_text, warn
 from tpl.errors import TplError
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tpl.stream import Labelled
 
 SHARE = 0.05  # of known images that may be rejected as unknown
+PICTURES = 60  # wrongly named images on the page of --report
 
 
 @app.command(rich_help_panel=MODELS)
@@ -42,6 +43,15 @@ def evaluate(
     fail_if_worse: Annotated[
         bool, typer.Option("--fail-if-worse", help="With --against: exit with 1 if the model is worse.")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="Also write a page with the wrongly named pictures, intervals and the calibration curve.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     strict: Strict = False,
     batch: Batch = 256,
     weights: Weights = None,
@@ -59,6 +69,8 @@ def evaluate(
     `tpl evaluate model test-photos/`
 
     `tpl evaluate model --data digits --json`
+
+    `tpl evaluate model test-photos/ --report page.html`
 
     `tpl evaluate model test-photos/ --against 3 --fail-if-worse`
     """
@@ -82,6 +94,9 @@ def evaluate(
     report = {"model": str(model), "source": given.origin, **seen.report(learner), "skipped": list(given.skipped)}
     if older is not None:
         report["against"] = {"older": against, **_compared(seen, before, learner, older).to_dict()}
+    if page is not None:
+        _write_page(report, seen, given, learner, page)
+        report["report"] = str(page)
     if as_json:
         print_json(report)
     else:
@@ -90,6 +105,8 @@ def evaluate(
         _print(report)
         if older is not None:
             print_against(report["against"])
+        if page is not None:
+            out.print(f"The page: [bold]{escape(str(page))}[/]", soft_wrap=True, highlight=False)
     if fail_if_worse and report["against"]["verdict"] == "worse":
         raise typer.Exit(1)
 
@@ -127,15 +144,22 @@ def _compared(now: Predictions, before: Predictions, learner: Learner, older: Le
 
 @dataclass
 class Predictions:
-    """Every image's true class, predicted class and unknown score, and the errors of images that cannot be read."""
+    """Every image's true class, predicted class and unknown score, and the errors of images that cannot be read.
+
+    `rows` are the places of the readable images among all, `probability` is that of the predicted class.
+    """
 
     truth: list[str] = field(default_factory=list)
     predicted: list[str] = field(default_factory=list)
+    probability: list[float] = field(default_factory=list)
     unknown: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def report(self, learner: Learner) -> dict[str, Any]:
         """Accuracy, per class too, confusions, and how well unknown images are detected."""
+        from tpl.answers import Measured
+
         known = set(learner.classes_)
         pairs = [(t, p) for t, p in zip(self.truth, self.predicted, strict=True) if t in known]
         confusion = {name: Counter(p for t, p in pairs if t == name) for name in learner.classes_}
@@ -150,6 +174,7 @@ class Predictions:
             "images": len(pairs),
             "right": right,
             "accuracy": right / len(pairs) if pairs else None,
+            "interval": Measured(right, len(pairs)).interval if pairs else None,
             "classes": by_class,
             "confused": [{"true": t, "predicted": p, "count": n} for (t, p), n in wrong.most_common()],
             "confusion": {name: dict(row.most_common()) for name, row in confusion.items() if row},
@@ -185,7 +210,7 @@ class Predictions:
 def _predict(learner: Learner, given: Labelled, size: int, strict: bool, advance: Any) -> Predictions:
     from tpl.stream import batches_of
 
-    seen = Predictions()
+    seen, first = Predictions(), 0
     with closing(batches_of(given.images, learner.method.preprocess, size)) as ready:
         for part in ready:
             problems = [error for error in part.errors if error is not None]
@@ -196,9 +221,33 @@ def _predict(learner: Learner, given: Labelled, size: int, strict: bool, advance
             labels = [int(label) for label, error in zip(part.labels, part.errors, strict=True) if error is None]
             seen.truth += [given.class_names[label] for label in labels]
             seen.predicted += [answer.name for answer in answers]
+            seen.probability += [answer.probability for answer in answers]
+            seen.rows += [first + i for i, error in enumerate(part.errors) if error is None]
+            first += len(part.names)
             seen.unknown += [answer.unknown for answer in answers]
             advance(len(part.names))
     return seen
+
+
+def _write_page(report: dict[str, Any], seen: Predictions, given: Labelled, learner: Learner, page: Path) -> None:
+    """Write the page about the images of known classes, with the surest of the wrong names."""
+    from tpl.report.evaluation import Wrong, small_picture, write_evaluation
+
+    known = set(learner.classes_)
+    rows = [i for i, name in enumerate(seen.truth) if name in known]
+    right = [seen.truth[i] == seen.predicted[i] for i in rows]
+    wrong = sorted((i for i, good in zip(rows, right, strict=True) if not good), key=lambda i: -seen.probability[i])
+    pictures = [
+        Wrong(
+            given.images.name(seen.rows[i]),
+            seen.truth[i],
+            seen.predicted[i],
+            seen.probability[i],
+            small_picture(given.images.load(seen.rows[i])),
+        )
+        for i in wrong[:PICTURES]
+    ]
+    write_evaluation(report, [seen.probability[i] for i in rows], right, pictures, page)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -212,8 +261,9 @@ def _print(report: dict[str, Any]) -> None:
             numbers = str(row["images"]), str(row["right"]), percent(row["accuracy"])
             table.add_row(escape(name), *numbers, escape(listed(others, 5)))
         out.print(table)
-        text = f"Accuracy: [bold]{percent(report['accuracy'])}[/], {report['right']} of {report['images']} images."
-        out.print(text, highlight=False)
+        low, high = (f"{100 * side:.0f}" for side in report["interval"])
+        counts = f"{report['right']:,} of {report['images']:,} images ({low} to {high} %)"
+        out.print(f"Accuracy: [bold]{percent(report['accuracy'])}[/], {counts}.", highlight=False)
     _print_unknown(report["unknown"])
     if report["unreadable"]:
         out.print(f"Left out: {len(report['unreadable'])} images that cannot be read.", highlight=False)

@@ -26,6 +26,7 @@ from tpl.cli.plan import (
     as_task,
     choice_text,
     choose_training,
+    duration,
     encoded_size,
     estimate,
     method_for,
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from tpl.stream import Labelled
 
     Progress = WorkProgress | ProgressLines
+
+FEW = 30  # images, below which an accuracy is a hint
 
 
 @app.command(rich_help_panel=MODELS)
@@ -303,6 +306,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "images": record.images if measured else len(ready.images),
         "held_out": record.held_out if measured else None,
         "accuracy": record.accuracy if measured else None,
+        "measured": record.measured.to_dict() if measured and record.measured is not None else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
         "known_classes": len(learner.classes_),
@@ -355,6 +359,10 @@ def _learner(store: ModelStore, request: Request) -> Learner:
         return Learner.load(store.path, request.weights, request.device)
     from tpl.schedule import schedule_for
 
+    if request.weights is not None or request.encoder is not None:
+        from tpl.cli.encoder import check_encoder
+
+        check_encoder(request.encoder, request.weights)
     encoder = request.encoder or COMPACT
     preset = request.preset_for(None)
     method = request.method or (CLOSED_FORM if preset == QUICK else method_for(encoder))
@@ -418,10 +426,9 @@ def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, 
     from tpl.stream import batches_of
 
     reader = FeatureReader(method.encoder, method.compute)
-    stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
     with closing(batches_of(new.images, method.preprocess, 256)) as ready:
         found = reader.look(ready)
-    alike = same_classes(found, list(new.class_names), Reference(stored, method.memory.labels, learner.classes_))
+    alike = same_classes(found, list(new.class_names), Reference.of(method, reader))
     for pair in alike:
         warn(
             f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are "
@@ -483,13 +490,15 @@ def _header_text(store: ModelStore) -> bytes:
 
 def _print_learned(report: dict[str, Any]) -> None:
     """Print what was learned, the accuracy, and the state of the model."""
-    classes, seconds = escape(listed(list(report["classes"]))), report["seconds"]
+    classes, took = escape(listed(list(report["classes"]))), duration(report["seconds"])
     if report["updated"]:
-        out.print(f"Added {report['images']} more images of {classes} in {seconds:.0f} s.", highlight=False)
+        out.print(f"Added {report['images']:,} more images of {classes} in {took}.", highlight=False)
     else:
         work = f"{report['epochs']} epochs" if report["epochs"] else "without training"
         out.print(
-            f"Learned [bold]{classes}[/] from {report['images']} images in {seconds:.0f} s, {work}.", highlight=False
+            f"Learned [bold]{classes}[/] from {report['images']:,} images in {took}, {work}.",
+            highlight=False,
+            soft_wrap=True,
         )
         if "choice" in report:
             out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
@@ -498,7 +507,7 @@ def _print_learned(report: dict[str, Any]) -> None:
             _print_effect(report["old_classes"])
     if report["more"]:
         known = escape(listed(list(report["more"])))
-        out.print(f"Added {sum(report['more'].values())} more images of {known}, known before.", highlight=False)
+        out.print(f"Added {sum(report['more'].values()):,} more images of {known}, known before.", highlight=False)
     grid = Table.grid(padding=(0, 2))
     memory = report["memory"]
     kept = memory_text(memory)
@@ -518,13 +527,15 @@ def _print_accuracy(report: dict[str, Any]) -> None:
     if report["accuracy"] is None:
         out.print("No image was held out: `tpl evaluate` can measure it on others.", highlight=False)
         return
-    held = report["held_out"]
-    images = f"{held} held-out images" if held else f"{report['images']} images, each of them left out in turn"
-    few = ", too few for more than a hint" if (held or report["images"]) < 30 else ""
+    measured, among = report["measured"], f"among all {report['known_classes']:,} classes"
+    images = "held-out images" if report["held_out"] else "images, each of them left out in turn,"
+    low, high = (f"{100 * side:.0f}" for side in measured["interval"])
+    few = " Too few for more than a hint." if measured["images"] < FEW else ""
     out.print(
-        f"Accuracy on {images}{few}: [bold]{percent(report['accuracy'])}[/], "
-        f"among all {report['known_classes']} classes.",
+        f"Accuracy: [bold]{percent(report['accuracy'])}[/], {measured['right']:,} of {measured['images']:,} {images} "
+        f"are right ({low} to {high} %), {among}.{few}",
         highlight=False,
+        soft_wrap=True,
     )
     for pair in report["confused"][:5]:
         text = f"  {pair['true']} was taken for {pair['predicted']}: {pair['count']} of them"

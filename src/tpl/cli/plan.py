@@ -332,9 +332,10 @@ class Estimate:
 
 
 def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Estimate:
-    """Train on a few of the images for one epoch, with a learner to be thrown away, and scale up.
+    """Train on a few of the images for two epochs, with a learner to be thrown away, and scale the second one up.
 
-    The time is measured on this machine with this data; other programs that run at the same time make it longer.
+    The time is measured on this machine with this data; other programs that run at the same time make it longer. The
+    first steps of a process take much longer than all others.
     """
     memory = learner.method.memory
     replayed = train if memory is not None and len(memory) else 0  # an epoch, beside the new ones
@@ -342,15 +343,19 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
         replayed = len(memory)
     few = given.images.select(_some_of_each(given))
     trained: dict[str, float] = {}
+    ends: list[float] = []  # of epochs
 
     def callback(event: Event) -> None:
         if event.kind == "trained":
             trained.update(event.data)
+        elif event.kind == "epoch":
+            ends.append(time.perf_counter())
 
     old = [len(images) for images in memory.exemplars] if memory is not None else []
     batch = min(getattr(learner.method.config, "batch_size", 1), max(1, len(few) // 2))
     # The blocks below the adapted ones are computed once for all epochs.
-    rounds = 1 if getattr(learner.method.config, "adapted_blocks", "all") == "all" else min(epochs, _ROUNDS)
+    whole = getattr(learner.method.config, "adapted_blocks", "all") == "all"
+    rounds = min(epochs, 2 if whole else _ROUNDS)
     if epochs:
         learner.method.set_options(epochs=rounds, batch_size=batch)
     started = time.perf_counter()
@@ -358,6 +363,8 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     # What is not training: statistics, and the memory under every task's model.
     around = time.perf_counter() - started - trained.get("seconds", 0.0)
     speed = trained["images"] / trained["seconds"] if trained else 1.0
+    if whole and len(ends) > 1:
+        speed = trained["images"] / len(ends) * (len(ends) - 1) / max(ends[-1] - ends[0], 1e-6)
     passes = epochs * (train + replayed)
     seconds = passes / speed + around * max(len(given.images) / len(few), 1)
     if memory is None or not memory.budget:  # statistics that replace images do not grow with their number

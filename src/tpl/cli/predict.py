@@ -133,7 +133,7 @@ def predict(
     if file:
         _print_file(file, seen, earlier, failed, time.perf_counter() - started, as_json)
     elif failed and not (as_json or as_csv):
-        err.print(f"{failed} of {seen} images could not be read.", highlight=False)
+        err.print(f"{failed:,} of {seen:,} images could not be read.", highlight=False)
     if failed == seen:
         raise typer.Exit(1)
 
@@ -176,9 +176,9 @@ def _print_file(file: Path, seen: int, earlier: int, failed: int, seconds: float
         counts = {"images": seen, "earlier": earlier, "unreadable": failed, "seconds": round(seconds, 2)}
         print_json({"out": str(file)} | counts)
         return
-    before = f", {earlier} of them before" if earlier else ""
-    unreadable = f"; {failed} could not be read" if failed else ""
-    out.print(f"{seen} images{before}{unreadable}: [bold]{escape(str(file))}[/]", soft_wrap=True, highlight=False)
+    before = f", {earlier:,} of them before" if earlier else ""
+    unreadable = f"; {failed:,} could not be read" if failed else ""
+    out.print(f"{seen:,} images{before}{unreadable}: [bold]{escape(str(file))}[/]", soft_wrap=True, highlight=False)
 
 
 def _stdin() -> Any:

@@ -97,7 +97,7 @@ def serve(
             fragment = f"/#token={shown}" if shown else ""
             out.print(f"[bold]{address}{fragment}[/]", soft_wrap=True, highlight=False)
             if shown:
-                purpose = "for every request" if open_to_others else "for adding classes"
+                purpose = "for every request" if open_to_others else "for changes"
                 out.print(f"Token, {purpose}: {shown}", soft_wrap=True, highlight=False)
             if open_to_others:
                 err.print("The connection is not encrypted: put a proxy with TLS in front where others can listen.")

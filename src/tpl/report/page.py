@@ -67,7 +67,7 @@ def render(
     if not experiments:
         raise TplError("A report needs at least one finished run.")
     descriptions = [run.description for run in findings.runs]
-    return _environment().get_template("page.html.j2").render(
+    return environment().get_template("page.html.j2").render(
         title=title,
         lead=_lead(experiments),
         unfinished=[str(folder) for folder in findings.unfinished],
@@ -83,7 +83,8 @@ def render(
     )  # fmt: skip
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Where templates come from; every value is escaped."""
     loader = PackageLoader("tpl.report", ".")
     return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
 

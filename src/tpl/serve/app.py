@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Query, Request, Response, Security
+from fastapi import FastAPI, Query, Request, Response, Security, UploadFile
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from tpl._version import __version__
 from tpl.errors import TplError
 from tpl.serve import schema
+from tpl.serve.advice import MAX_SUGGESTED
 from tpl.serve.connections import BACKLOG, set_up_log, uvicorn_settings
 from tpl.serve.errors import ERROR_HANDLERS, Refusal
 from tpl.serve.jobs import LEARNING
@@ -46,6 +47,8 @@ def create_app(source: ModelSource, settings: Settings) -> FastAPI:
     _add_pages_and_status(app, server)
     _add_predict(app, server)
     _add_tasks(app, server)
+    _add_classes(app, server)
+    _add_advice(app, server)
     if settings.label_studio is not None:
         add_label_studio(app, server, settings.label_studio)
     app.add_middleware(AccessMiddleware, access=settings.access, limits=settings.limits)
@@ -108,6 +111,9 @@ def _add_predict(app: FastAPI, server: Server) -> None:
         top: Annotated[int, Query(ge=1, le=1000, description="classes to name for each image")] = 5,
         tasks: Annotated[bool, Query(description="add the probability of every task")] = False,
         examples: Annotated[int, Query(ge=0, le=MAX_EXAMPLES, description="nearest stored images to add")] = 0,
+        reject: Annotated[
+            float | None, Query(gt=0, lt=1, description="share of known images that may be called unknown, e.g. 0.05")
+        ] = None,
     ) -> JSONResponse:
         """Classes of the uploaded images, most probable first."""
         form = await read_form(request, server.settings.limits.files)
@@ -119,7 +125,8 @@ def _add_predict(app: FastAPI, server: Server) -> None:
             if not model.task_of_class:
                 raise Refusal(409, "Nothing was learned yet: send a task first.")
             await asyncio.to_thread(check_request, uploads, server.settings.limits)
-            options = {"top": top, "tasks": tasks, "examples": examples if server.settings.examples else 0}
+            shown = examples if server.settings.examples else 0
+            options = {"top": top, "tasks": tasks, "examples": shown, "reject": reject}
             answers = await asyncio.gather(*(server.answer(model, upload, options) for upload in uploads))
         finally:
             await form.close()
@@ -134,22 +141,23 @@ def _add_tasks(app: FastAPI, server: Server) -> None:
         responses=schema.answers(202, schema.Job, 401, 403, 409, 413, 415, 422, 429),
         dependencies=[Security(TOKEN)],
         openapi_extra=schema.form(
-            "A zip of class folders (CLASS/*.jpg) with new classes only.",
+            "A zip of class folders (CLASS/*.jpg).",
             file=schema.FILE,
             name={"type": "string", "description": "name of the task"},
+            update={"type": "boolean", "description": "whether images of known classes may be among them"},
         ),
     )
     async def learn(request: Request) -> JSONResponse:
         """Learn a new task in the background; predictions go on, and include its classes once it is learned."""
-        if server.settings.read_only:
-            raise Refusal(403, "This server is read-only: it was started with --read-only.")
+        server.check_writable()
         server.jobs.check_room()
         form = await read_form(request, 1)
         try:
             uploads = files_of(form)
             if not uploads:
                 raise Refusal(422, "There is no zip in the form; send one with: curl -F file=@CLASSES.zip")
-            job = await asyncio.to_thread(server.make_job, uploads[0], form.get("name"))
+            update = form.get("update") in ("true", "1", "on")
+            job = await asyncio.to_thread(server.make_job, uploads[0], form.get("name"), update)
         finally:
             await form.close()
         try:
@@ -168,6 +176,86 @@ def _add_tasks(app: FastAPI, server: Server) -> None:
     async def task(id: str) -> JSONResponse:
         """State and progress of a task."""
         return JSONResponse(server.jobs.find(id).to_dict())
+
+
+def _add_classes(app: FastAPI, server: Server) -> None:
+    async def names(request: Request, *fields: str) -> list[str]:
+        """The named fields of a form."""
+        form = await read_form(request, 0)
+        try:
+            given = [form.get(field) for field in fields]
+        finally:
+            await form.close()
+        if lacking := [field for field, value in zip(fields, given, strict=True) if not isinstance(value, str)]:
+            raise Refusal(422, f"The form has no {lacking[0]}.")
+        return [value.strip() if isinstance(value, str) else "" for value in given]
+
+    changed = schema.answers(200, schema.Classes, 401, 403, 409, 415, 422)
+    text = {"type": "string"}
+
+    @app.post(
+        "/classes/rename",
+        tags=["classes"],
+        responses=changed,
+        dependencies=[Security(TOKEN)],
+        openapi_extra=schema.form("A known class and its new name.", **{"class": text, "name": text}),
+    )
+    async def rename(request: Request) -> JSONResponse:
+        """Rename a class."""
+        old, new = await names(request, "class", "name")
+        await server.change(lambda learner: learner.rename(old, new))
+        return JSONResponse({"classes": server.model.current.learner.classes_})
+
+    @app.post(
+        "/classes/remove",
+        tags=["classes"],
+        responses=changed,
+        dependencies=[Security(TOKEN)],
+        openapi_extra=schema.form("A known class.", **{"class": text}),
+    )
+    async def remove(request: Request) -> JSONResponse:
+        """Remove a class, with its stored images and all older versions of the model."""
+        (name,) = await names(request, "class")
+        await server.change(lambda learner: learner.remove(name))
+        return JSONResponse({"classes": server.model.current.learner.classes_})
+
+
+def _add_advice(app: FastAPI, server: Server) -> None:
+    async def advise(request: Request, work: Callable[[UploadFile], Awaitable[dict[str, Any]]]) -> JSONResponse:
+        form = await read_form(request, 1)
+        try:
+            uploads = files_of(form)
+            if not uploads:
+                raise Refusal(422, "There is no zip in the form; send one with: curl -F file=@PHOTOS.zip")
+            return JSONResponse(await work(uploads[0]))
+        finally:
+            await form.close()
+
+    refusals = (401, 409, 413, 415, 422, 429)
+
+    @app.post(
+        "/check",
+        tags=["advice"],
+        responses=schema.answers(200, schema.Checked, *refusals),
+        dependencies=[Security(TOKEN)],
+        openapi_extra=schema.form("A zip of class folders (CLASS/*.jpg).", file=schema.FILE),
+    )
+    async def check(request: Request) -> JSONResponse:
+        """Look for bad files, equal pictures and likely wrong labels, as `tpl check` does; nothing is learned."""
+        return await advise(request, lambda up: server.advice.check(server.model.current, up, server.spool))
+
+    @app.post(
+        "/suggest",
+        tags=["advice"],
+        responses=schema.answers(200, schema.Suggested, *refusals),
+        dependencies=[Security(TOKEN)],
+        openapi_extra=schema.form("A zip of photos without labels.", file=schema.FILE),
+    )
+    async def suggest(
+        request: Request, count: Annotated[int, Query(ge=1, le=MAX_SUGGESTED, description="photos to name")] = 20
+    ) -> JSONResponse:
+        """The photos most worth a label, as `tpl suggest` picks them."""
+        return await advise(request, lambda up: server.advice.suggest(server.model.current, up, server.spool, count))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Jobs: new tasks, learned one after the other in a process of their own while predictions go on."""
+"""Jobs: new tasks and more images, learned one after the other in a process of their own while predictions go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from tpl.serve.errors import Refusal, log
 from tpl.serve.model import ModelSource
 from tpl.serve.uploads import Limits
-from tpl.serve.worker import JobSpec
+from tpl.serve.worker import READING, JobSpec
 
 QUEUED, LEARNING, DONE, FAILED = "queued", "learning", "done", "failed"
 STATES = (QUEUED, LEARNING, DONE, FAILED)
@@ -44,6 +44,7 @@ class LearningJob:
     title: str  # the file's name as the client gave it
     name: str
     classes: tuple[str, ...]
+    known: tuple[str, ...] = ()  # those of them that the model knows: they are updated
     state: str = QUEUED
     progress: float = 0.0
     message: str = "waiting for its turn"
@@ -51,6 +52,16 @@ class LearningJob:
     created: float = field(default_factory=time.time)
     finished: float | None = None
     task: dict[str, Any] | None = None
+    outcome: dict[str, Any] | None = None  # what it did to the model, in counts
+    _first: tuple[float, float] | None = None  # when training began, and the progress then
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long learning will go on; None before there is an estimate."""
+        if self.state != LEARNING or self._first is None or self.progress <= self._first[1]:
+            return None
+        since, share = self._first
+        return (time.monotonic() - since) * (1 - self.progress) / (self.progress - share)
 
     @property
     def ended(self) -> bool:
@@ -65,6 +76,9 @@ class LearningJob:
         """Take over progress, message and warning from a report of the worker."""
         self.progress, self.message = report.get("progress", self.progress), report.get("message", self.message)
         self.warnings += [without_paths(report["warning"])] if "warning" in report else []
+        self.outcome = report.get("outcome", self.outcome)
+        if self._first is None and self.progress >= READING:
+            self._first = time.monotonic(), self.progress
 
     def finish(self, task: dict[str, Any], message: str) -> None:
         """The task is learned; `task` describes it."""
@@ -78,8 +92,8 @@ class LearningJob:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of GET /tasks/{id}."""
-        shown = ("id", "name", "classes", "state", "progress", "message", "warnings", "created", "finished", "task")
-        return {key: getattr(self, key) for key in shown}
+        shown = ("id", "name", "classes", "known", "state", "progress", "seconds_left", "message", "warnings")
+        return {key: getattr(self, key) for key in (*shown, "created", "finished", "task", "outcome")}
 
 
 class JobQueue:
@@ -90,6 +104,7 @@ class JobQueue:
         self._jobs: dict[str, LearningJob] = {}
         self._queue: asyncio.Queue[LearningJob] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
+        self.writing = asyncio.Lock()  # held while the model directory is changed from here
 
     def start(self) -> None:
         """Begin to learn; to be called in the event loop."""
@@ -124,7 +139,7 @@ class JobQueue:
         """Put a job in the queue; its classes and name must not be those of a job that has not ended."""
         self.check_room()
         expected = {name for other in self.all() if not other.ended for name in other.classes}
-        if twice := sorted(expected & set(job.classes)):
+        if twice := sorted(expected & set(job.classes) - set(job.known)):
             raise Refusal(409, f"Already being learned: {', '.join(twice)}.")
         if job.name in self.names():
             raise Refusal(409, f"A task {job.name!r} is being learned already; choose another name.")
@@ -137,8 +152,9 @@ class JobQueue:
         while True:
             job = await self._queue.get()
             try:
-                job.start()
-                await self._learn(job)
+                async with self.writing:
+                    job.start()
+                    await self._learn(job)
             except asyncio.CancelledError:
                 job.fail("The server was stopped.")
                 raise

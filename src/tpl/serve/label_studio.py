@@ -239,8 +239,7 @@ def add_label_studio(app: FastAPI, server: Server, studio: LabelStudio) -> None:
             return JSONResponse({"status": "ok", "result": None}, 201)
         if event != START:
             return JSONResponse({"status": "Unknown event"})
-        if server.settings.read_only:
-            raise Refusal(403, "This server is read-only: it was started with --read-only.")
+        server.check_writable()
         server.jobs.check_room()
         project = _object(message.get("project"), "The project")
         upload = await asyncio.to_thread(_annotated, server, studio, project)

@@ -50,12 +50,16 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ImageQuery:
-    """One image as input of the encoder, and what to return: the `top` classes, all tasks, stored examples."""
+    """One image as input of the encoder, and what to return: the `top` classes, all tasks, stored examples.
+
+    With `reject`, an image is called unknown if only that share of known images has so high an unknown score.
+    """
 
     pixels: Tensor
     top: int
     tasks: bool = False
     examples: int = 0
+    reject: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ class Reply:
     top: int
     tasks: tuple[tuple[str, float], ...] | None = None
     examples: tuple[Example, ...] | None = None
+    reject: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as `tpl predict --json` prints it, with tasks and examples if they were requested."""
         content = self.answer.to_dict(self.top)
+        if self.reject is not None:
+            rejected = self.answer.rejected(self.reject)
+            content |= {"class": None if rejected else self.answer.name, "rejected": rejected}
         if self.tasks is not None:
             content["tasks"] = [{"task": name, "probability": round(p, DIGITS)} for name, p in self.tasks]
         if self.examples is not None:
@@ -130,7 +138,7 @@ class ServedModel:
             tasks = tuple(zip(self.task_names, shares, strict=True))
         if query.examples:
             examples = tuple(nearest(self.learner, query.pixels, self.task_of_class[answer.name], query.examples))
-        return Reply(answer, query.top, tasks, examples)
+        return Reply(answer, query.top, tasks, examples, query.reject)
 
     @cached_property
     def description(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Answer(_Shape):
     top: list[ClassProbability] | None = None
     tasks: list[TaskProbability] | None = Field(None, description="with tasks=true")
     examples: list[StoredExample] | None = Field(None, description="with examples=N")
+    rejected: bool | None = Field(None, description="with reject=SHARE; the class is null then")
     error: str | None = None
 
 
@@ -66,19 +67,66 @@ class Job(_Shape):
     id: str
     name: str
     classes: list[str]
+    known: list[str] = Field(description="those that the model knew before: more images of them")
     state: Literal["queued", "learning", "done", "failed"]
     progress: float = Field(description="0 to 1")
+    seconds_left: float | None = Field(description="an estimate, while it is being learned")
     message: str
     warnings: list[str]
     created: float = Field(description="seconds since 1970")
     finished: float | None
     task: dict[str, Any] | None = Field(description="once done: images, held-out accuracy, ...")
+    outcome: dict[str, Any] | None = Field(
+        description="once done: images recognised, with counts and a 95 % interval; older classes before and after; "
+        "which classes are confused"
+    )
 
 
 class JobList(_Shape):
     """The tasks sent to this server."""
 
     tasks: list[Job]
+
+
+class Classes(_Shape):
+    """The classes that the model knows now."""
+
+    classes: list[str]
+
+
+class Checked(_Shape):
+    """What was found in labelled photos; names of files are those in the zip."""
+
+    encoder: str
+    classes: dict[str, int] = Field(description="readable photos of each class")
+    left_out: list[dict[str, Any]]
+    skipped: list[str]
+    unreadable: list[str]
+    equal_pictures: list[dict[str, Any]]
+    likely_wrong_labels: list[dict[str, Any]]
+    classes_that_look_alike: list[dict[str, Any]]
+    names_alike: list[list[str]]
+    recognised: dict[str, dict[str, int]]
+    leave_one_out: dict[str, Any]
+    twice_the_images: dict[str, Any] | None
+    problems: int
+
+
+class Suggestion(_Shape):
+    """A photo worth a label."""
+
+    path: str
+    top: list[ClassProbability]
+    unknown: float
+    unsure: float
+
+
+class Suggested(_Shape):
+    """Photos worth a label, the most useful first."""
+
+    images: int
+    suggested: list[Suggestion]
+    unreadable: list[str]
 
 
 class Encoder(_Shape):

@@ -201,7 +201,7 @@ def _host_name(host: str) -> str:
 
 def page(name: str) -> HTMLResponse:
     """One of the package's pages; its own script and style are allowed by their hashes, nothing from other hosts."""
-    text = files("tpl.serve").joinpath(name).read_text(encoding="utf-8")
+    text = _file(name)
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -215,6 +215,12 @@ def page(name: str) -> HTMLResponse:
         )
     )
     return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
+
+def _file(name: str) -> str:
+    """One of the package's files, with the files that it names in double braces in their places."""
+    text = files("tpl.serve").joinpath(name).read_text(encoding="utf-8")
+    return re.sub(r"\{\{ ([\w. ]+) \}\}", lambda found: "\n".join(map(_file, found[1].split())), text)
 
 
 def _hashes(text: str, tag: str) -> str:

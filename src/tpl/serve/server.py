@@ -23,8 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpl.engine import uses_cuda_graphs
 from tpl.errors import TplError
+from tpl.learner import Learner
+from tpl.serve.advice import Advice
 from tpl.serve.errors import Refusal, log
-from tpl.serve.jobs import STATES, JobQueue, LearningJob, new_id
+from tpl.serve.jobs import STATES, JobQueue, LearningJob, new_id, without_paths
 from tpl.serve.model import Batcher, CurrentModel, ImageQuery, ModelSource, ServedModel
 from tpl.serve.security import Access
 from tpl.serve.uploads import Limits, check_archive, prepare, shown_name
@@ -127,6 +129,7 @@ class Server:
         self.batcher = Batcher(GPU_BATCH if self._on_gpu() else CPU_BATCH, on_batch=self.metrics.batch.observe)
         self.jobs = JobQueue(source, settings.limits, self.reload)
         self.decoders = ThreadPoolExecutor(max_workers=DECODERS, thread_name_prefix="decode")
+        self.advice = Advice(self.batcher, settings.limits)
         self.spool = Path()  # the folder of uploads while the server runs
         self._add_gauges()
 
@@ -195,8 +198,33 @@ class Server:
         self.metrics.images.labels("answered").inc()
         return {"path": name} | reply.to_dict()
 
-    def make_job(self, upload: UploadFile, given: object) -> LearningJob:
-        """A job from an uploaded zip of class folders, checked as far as possible without decoding images."""
+    def check_writable(self) -> None:
+        """Refuse to change the model of a read-only server."""
+        if self.settings.read_only:
+            raise Refusal(403, "This server is read-only: it was started with --read-only.")
+
+    async def change(self, edit: Callable[[Learner], object]) -> None:
+        """Change the model without training, in one commit, and serve it; not while something is being learned."""
+        self.check_writable()
+        if self.jobs.writing.locked() or self.jobs.names():
+            raise Refusal(409, "The model is being changed; do this when that is done.", Retry_After="10")
+        async with self.jobs.writing:
+            await asyncio.to_thread(self._change, edit)
+            await self.reload()
+
+    def _change(self, edit: Callable[[Learner], object]) -> None:
+        source = self.model.source
+        try:
+            with Learner.changing(source.path, weights=source.weights, device="cpu") as learner:
+                edit(learner)
+        except TplError as error:
+            raise Refusal(409, without_paths(str(error))) from error
+
+    def make_job(self, upload: UploadFile, given: object, update: bool = False) -> LearningJob:
+        """A job from an uploaded zip of class folders, checked as far as possible without decoding images.
+
+        With `update`, images of known classes may be among them.
+        """
         title, method = shown_name(upload), self.model.current.learner.method
         if method.cumulative:
             raise Refusal(409, f"The method {method.name!r} needs all images at once; it cannot learn more from here.")
@@ -210,12 +238,19 @@ class Server:
                 classes = labelled_images(archive).class_names
             except TplError as error:
                 raise Refusal(422, str(error).replace(str(archive), title)) from error
-            if known := sorted(set(self.model.current.learner.classes_) & set(classes)):
-                raise Refusal(409, f"Already learned: {', '.join(known)}. A task must have new classes only.")
+            known = sorted(set(self.model.current.learner.classes_) & set(classes))
+            if known and not update:
+                raise Refusal(
+                    409,
+                    f"Already learned: {', '.join(known)}. A task must have new classes only; with update=true, "
+                    "images of known classes are added to them.",
+                )
+            if known and not method.can_update:
+                raise Refusal(409, f"The method {method.name!r} cannot learn more images of known classes.")
         except BaseException:
             archive.unlink(missing_ok=True)
             raise
-        return LearningJob(job_id, archive, title, name, classes)
+        return LearningJob(job_id, archive, title, name, classes, tuple(known))
 
     def _task_name(self, given: object, title: str) -> str:
         """The given name, which must be new; without one, the name of the file."""

@@ -1,8 +1,8 @@
-"""The process that learns one task: `python -m tpl.serve.worker`, started by jobs.py.
+"""The process that learns one task, or more images of known classes: `python -m tpl.serve.worker`.
 
-It is a separate process because training would hold the server's interpreter lock and interfere with its CUDA graphs,
-and because a crash leaves the server and the committed model unchanged. It reads one JSON line, writes one JSON line
-for every step, and ends when the server does.
+jobs.py starts it. It is a separate process because training would hold the server's interpreter lock and interfere with
+its CUDA graphs, and because a crash leaves the server and the committed model unchanged. It reads one JSON line, writes
+one JSON line for every step, and ends when the server does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tpl.errors import TplError
+
+if TYPE_CHECKING:
+    from tpl.answers import TaskRecord
+    from tpl.learner import Learner
 
 READING, TRAINING = 0.1, 0.95  # progress at the end of reading and of training
 MAX_NAMED = 5  # unreadable files in a warning
@@ -68,6 +72,8 @@ class Progress:
 
 def learn_task(spec: JobSpec, send: Send) -> None:
     """Learn the task and commit it; the model directory is locked meanwhile."""
+    from dataclasses import replace
+
     from tpl.learner import Learner
     from tpl.schedule import epochs_for
     from tpl.serve.uploads import Limits, check_images
@@ -88,9 +94,30 @@ def learn_task(spec: JobSpec, send: Send) -> None:
         method, (train, _) = learner.method, hold_out(task, spec.held_out, [learner.method.seed])
         if hasattr(method.config, "epochs"):
             method.set_options(epochs=spec.epochs or epochs_for(method, len(train)))
-        learner.learn(task, name=spec.name, held_out=spec.held_out, callback=Progress(send), source=spec.title)
-        send(progress=TRAINING, message="writing the model")
-    send(done=asdict(learner.tasks_[-1]))
+        known = [name for name in usable.class_names if name in learner.classes_]
+        if len(known) == len(usable.class_names):
+            learner.update(task, callback=Progress(send), held_out=spec.held_out)
+            done = replace(learner.tasks_[-1], name=spec.name, classes=tuple(known), images=len(usable.images))
+            done = replace(done, held_out=0, accuracy=None)
+        else:
+            learner.learn(task, name=spec.name, held_out=spec.held_out, callback=Progress(send), source=spec.title)
+            done = learner.tasks_[-1]
+        send(progress=TRAINING, message="writing the model", outcome=_outcome(learner, done, known, usable.counts))
+    send(done=asdict(done))
+
+
+def _outcome(learner: Learner, done: TaskRecord, known: list[str], counts: dict[str, int]) -> dict[str, Any]:
+    """What was learned, in counts: how well the new classes are recognised, and what became of older ones."""
+    measured = None if done.measured is None else done.measured.to_dict() | {"held_out": done.held_out > 0}
+    new = set(counts) - set(known)  # an update measures nothing
+    confused = [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions()] if new else []
+    return {
+        "learned": [name for name in counts if name not in known],
+        "updated": {name: counts[name] for name in known},
+        "measured": measured,
+        "confused": confused,
+        "old_classes": learner.effect_.to_dict() if new and learner.effect_ is not None else None,
+    }
 
 
 def _report_problems(problems: list[str], lost: set[str], spec: JobSpec, send: Send) -> None:
