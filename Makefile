@@ -16,7 +16,7 @@ SET_UP = $(PYTHON) tools/set_up.py $(VENV) $(if $(TORCH_INDEX),--index $(TORCH_I
 demo: $(CORE)  ## teach the bundled digits to three learners; about 2.5 minutes on two cores
 	$(BIN)/tpl demo
 
-test: $(DEV) check  ## lint, types, architecture, tests; under 10 minutes on two cores
+test: $(DEV) check  ## lint, types, architecture, tests; 10 to 12 minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(DEV)

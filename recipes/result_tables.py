@@ -85,7 +85,7 @@ FRONT_ROWS = {  # of the front page, and what is said about them
     "tpl": "the paper's method",
     "ranpac": "ridge regression on random features",
     "slda": "discriminant analysis, nothing trained",
-    "replay": "one network and 200 stored digits, 2000 images",
+    "replay": "one network, 200 stored digits or 2000 images",
     "finetune": "one network, nothing stored",
 }
 TITLES = {"vit-tiny": "ViT-tiny", "deit-tiny": "DeiT-tiny", "vit-small": "ViT-S", "deit-small": "DeiT-S"}  # of encoders
@@ -353,7 +353,7 @@ def front_table() -> list[str]:
             yield [command, title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
 
     measured = json.loads(COSTS.read_text())["rows"]
-    head = "command, of the last four columns |  | C100-10T, % | digits, % | learn five tasks, s | answer, ms | MB"
+    head = "command, of the last four columns |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"
     return table(head, rows(), 2)
 
 
