@@ -349,11 +349,10 @@ def front_table() -> list[str]:
             digits = f"{100 * statistics.mean(row['last'] for row in found):.1f} ({len(found)})"
             costs = [statistics.median(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]
             size = statistics.median(row["network_and_memory_bytes"] for row in found) / 1e6
-            command = f"`tpl run digits-5t --method {method}`"
-            yield [command, title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
+            yield [f"`{method}`", title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
 
     measured = json.loads(COSTS.read_text())["rows"]
-    head = "command, of the last four columns |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"
+    head = "`tpl run digits-5t --method` ... |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"
     return table(head, rows(), 2)
 
 
