@@ -1,7 +1,8 @@
-"""The README promises commands, options, targets, files and numbers: all of them must exist, and its code must run."""
+"""The README and other pages promise commands, options, targets, files and numbers: all exist, and its code runs."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import statistics
@@ -22,14 +23,38 @@ RUNS = ROOT / "results" / "c100"
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("page", [README, ALL_COMMANDS], ids=["README.md", "docs/commands.md"])
-def test_every_command_and_option_exists(page: str) -> None:
-    lines = re.findall(r"`(tpl [^`]+)`", page) + re.findall(r"^(tpl [^#\n]+)", page, flags=re.MULTILINE)
-    assert len(lines) >= 8
-    for line in lines:
-        _, name, *words = line.split()
-        known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known, line
+def text_of(page: Path) -> str:
+    """A page of Markdown, or the cells of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return text
+
+
+def check_command(line: str) -> None:
+    """The command exists, and has the options that a page gives it."""
+    _, name, *words = line.split()
+    command = COMMANDS.get(name)
+    assert command is not None or name.startswith("-"), line
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    known = {option for parameter in getattr(command, "params", ()) for option in parameter.opts} | {"--help"}
+    given = {word.split("=")[0].rstrip(",;.)") for word in words if word.startswith("--")}
+    assert given <= known, (line, given - known)
+
+
+def test_every_command_and_option_on_any_page_exists() -> None:
+    found = 0
+    for pattern in ("*.md", "docs/*.md", "*/README.md", "notebooks/*.ipynb"):
+        for page in ROOT.glob(pattern):
+            text = text_of(page).replace("\\\n", " ")
+            lines = re.findall(r"`(tpl [^`]+)`", text) + re.findall(r"^\$? ?!?(tpl [^#\n]+)", text, flags=re.MULTILINE)
+            found += len(lines)
+            for line in lines:
+                check_command(line)
+    assert found > 200
+    with pytest.raises(AssertionError):
+        check_command("tpl learn model photos --no-such-option")
 
 
 def test_the_page_of_commands_has_them_all() -> None:
