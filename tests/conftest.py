@@ -20,7 +20,7 @@ os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user'
 LONG = (
     "test_devices", "test_common", "test_ray", "test_serve_learning", "test_export", "test_estimator",
     "test_serve_command", "test_model_commands", "test_run", "test_suite", "test_crash", "test_ablate",
-    "test_common_baselines", "test_cli", "test_walkthrough", "test_scratch",
+    "test_common_baselines", "test_cli", "test_walkthrough", "test_notebooks", "test_scratch",
 )  # fmt: skip
 
 
