@@ -80,7 +80,7 @@ AUTO = "passes = auto, mass = 0.8"  # the default of `passes_mass`
 FRONT = "vit-tiny"  # the encoder of the front page
 COSTS = ROOT / "benchmarks" / "front-cpu.json"
 FRONT_ROWS = {  # of the front page, and what is said about them
-    "joint": "all classes at once, an upper bound",
+    "joint": "all classes at once, the usual upper bound",
     "tpl-plus": "TPL beside a classifier over all classes",
     "tpl": "the paper's method",
     "ranpac": "ridge regression on random features",
