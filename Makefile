@@ -34,7 +34,7 @@ format: $(DEV)
 
 docs: $(DEV)  ## the documentation as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "Open site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+	@echo "Open site/index.html"
 
 torture: $(DEV)  ## crashes, power cuts, hostile files and clients; about 15 minutes, or HOURS=8
 	$(BIN)/python -m torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED))

@@ -50,7 +50,7 @@ PAGES = {
     "README.md": ("front",),
     "docs/not-reached.md": ("below", "never-run"),
     "docs/beyond.md": ("answers", "kinds", "inference"),
-    "docs/which-method.md": ("family", "answers", "memory"),
+    "docs/which-method.md": ("overview", "family", "answers", "memory"),
 }
 ORDERS = "natural", "random-1", "random-2"
 SETTINGS = {
@@ -76,6 +76,16 @@ SCRATCH_ROWS = {  # a run, and what it is called
     "joint": "all classes at once",
 }
 FRONT = "vit-tiny"  # the encoder of the front page
+COSTS = ROOT / "benchmarks" / "front-cpu.json"
+FRONT_ROWS = {  # of the front page, and what is said about them
+    "joint": "all classes at once, the usual upper bound",
+    "tpl-plus": "TPL beside a classifier over all classes",
+    "tpl": "the paper's method",
+    "ranpac": "ridge regression on random features",
+    "slda": "discriminant analysis, nothing trained",
+    "replay": "one network, 200 stored digits or 2000 images",
+    "finetune": "one network, nothing stored",
+}
 TITLES = {"vit-tiny": "ViT-tiny", "deit-tiny": "DeiT-tiny", "vit-small": "ViT-S", "deit-small": "DeiT-S"}  # of encoders
 BENCHMARKS = {  # and another one over the same images: joint training on all classes knows of no tasks
     "c10-5t": "c10-5t",
@@ -334,6 +344,27 @@ def _behind(bound: float | None, lasts: Sequence[float | None], name: str) -> st
 
 
 def front_table() -> list[str]:
+    """Accuracy, and what a method costs on a CPU; the number of class orders or seeds in parentheses."""
+
+    def cifar(method: str) -> str:
+        found = [run for _, run in rows_of("c100-10t", FRONT, "ranpac-first" if method == "ranpac" else method)]
+        lasts = [run.summary["last"] for run in found or [RunResult.read(BASELINES / method)]]
+        return f"{shown(lasts)} ({len(lasts)})"
+
+    def rows() -> Iterator[list[str]]:
+        for method, title in FRONT_ROWS.items():
+            found = [row for row in measured if row["method"] == method]
+            digits = f"{100 * statistics.mean(row['last'] for row in found):.1f} ({len(found)})"
+            costs = [statistics.median(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]
+            size = statistics.median(row["network_and_memory_bytes"] for row in found) / 1e6
+            yield [f"`{method}`", title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
+
+    measured = json.loads(COSTS.read_text())["rows"]
+    head = "`tpl run digits-5t --method` ... |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"
+    return table(head, rows(), 2)
+
+
+def overview_table() -> list[str]:
     """Last on every benchmark with one encoder; the number of class orders in parentheses."""
 
     def lasts_of(benchmark: str, name: str, part: str = "") -> tuple[str, list[RunResult]]:

@@ -23,7 +23,7 @@ LONG = (
     "test_devices", "test_common", "test_ray", "test_serve_learning", "test_export", "test_estimator",
     "test_serve_command", "test_model_commands", "test_run", "test_suite", "test_crash", "test_ablate",
     "test_common_baselines", "test_cli", "test_walkthrough", "test_scratch", "test_gallery", "test_serve_page",
-    "test_set_up", "test_site", "test_one_road", "test_bounds", "test_family",
+    "test_set_up", "test_site", "test_notebooks", "test_one_road", "test_bounds", "test_family",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Brings pages that lie outside docs/ into the site, and turns links between files into links between pages.
 
-Links are written for the repository, where most people read them. On the site README.md is the front page, and a file
-that is no page, such as a recipe, is offered for download.
+Links are written for the repository, where most people read them. On the site README.md is the front page, a notebook
+is a page, and a file that is no page, such as a recipe, is offered for download.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from notebooks import page_of
+
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,7 +26,9 @@ PAGES = {
     "results/README.md": "results.md",
     "benchmarks/README.md": "benchmarks.md",
     "recipes/README.md": "recipes.md",
+    "notebooks/README.md": "notebooks.md",
 }
+NOTEBOOKS = "notebooks/"
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]+)")  # [text](here), but neither #anchor nor https:
 
@@ -34,6 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = _root(config)
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(root / source)))
+    for file in sorted((root / NOTEBOOKS).glob("*.ipynb")):
+        download = f"files/{NOTEBOOKS}{file.name}"
+        files.append(File.generated(config, f"{NOTEBOOKS}{file.stem}.md", content=page_of(file, f"../{download}")))
+        files.append(File.generated(config, download, abs_src_path=str(file)))
     for file in list(files.documentation_pages()):
         for target in _targets(file.content_string, file.src_uri):
             place = _place(target, root)
@@ -65,7 +73,7 @@ def _targets(markdown: str, page: str) -> Iterator[str]:
 
 def _resolved(link: str, page: str) -> str:
     """A link of a page as a path within the repository."""
-    source = SOURCES.get(page, f"docs/{page}")
+    source = SOURCES.get(page) or (page if page.startswith(NOTEBOOKS) else f"docs/{page}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
 
 
@@ -75,4 +83,6 @@ def _place(target: str, root: Path) -> str | None:
         target = f"{target}/README.md"
     if target.startswith("..") or not (root / target).is_file():
         return None
+    if target.startswith(NOTEBOOKS) and target.endswith(".ipynb"):
+        return f"{target.removesuffix('.ipynb')}.md"
     return PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}")

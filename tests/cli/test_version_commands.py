@@ -44,7 +44,7 @@ def test_history_tells_what_each_version_changed(own: Path) -> None:
     ]
     ask("rename", own, "hen", "rooster")
     said = call("history", own).stdout
-    assert "renamed hen to" in said and "Version 3 is the present one; 5 older versions are kept" in said
+    assert "renamed hen to" in said and "Version 3 is the present one; up to 5 older versions are kept" in said
 
 
 def test_undo_brings_the_answers_of_before_back(own: Path, place: Path) -> None:

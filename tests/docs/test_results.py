@@ -76,7 +76,7 @@ def test_a_row_without_runs_says_so(recipe: ModuleType, made: Path) -> None:
         "ViT-tiny (a22e9b36)", "`tpl-plus`", "1", "8 epochs, rate 0.01 cosine, flip augmentation", "70.00",
     ]  # fmt: skip
     assert rows(recipe.benchmark_table("c10-5t"))["every method"][4] == "not run"
-    assert [line.split("|")[6].strip() for line in recipe.front_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
+    assert [line.split("|")[6].strip() for line in recipe.overview_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
 
 
 def test_the_better_bound_of_either_split_counts(recipe: ModuleType, made: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_better_bound_of_either_split_counts(recipe: ModuleType, made: Path)
     copied(recipe, made, "joint-ridge", "natural", options={"epochs": 10}, last=0.9)
     found = rows(recipe.benchmark_table("t-5t"))
     assert found["`tpl-plus`"][7] == "20.00" and found["`joint-ridge`, upper bound"][7] == "–"
-    assert any("| `joint-ridge`, upper bound |" in line and "as T-5T |" in line for line in recipe.front_table())
+    assert any("| `joint-ridge`, upper bound |" in line and "as T-5T |" in line for line in recipe.overview_table())
 
 
 def test_orders_are_counted_and_parts_are_rows(recipe: ModuleType, made: Path) -> None:

@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import types
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+import yaml
 
+from browser import CHROMIUM, Browser
 from handwriting import digits
 from tpl import Learner
 from tpl.methods import load_methods
@@ -74,12 +78,83 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     assert [p.name for p in pages if LOADED.search(p.read_text(encoding="utf-8"))] == []
 
 
+class Links(HTMLParser):
+    """Where a page can be entered, and where it leads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = {"", "__skip"}
+        self.targets: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name == "id" or (tag == "a" and name == "name"):
+                self.anchors.add(value or "")
+            elif name in ("href", "src") and value and not re.match(r"[a-z]+:|//", value):
+                self.targets.add(value)
+
+
+def dead_links(site: Path) -> list[str]:
+    """Links of the built pages to files or anchors that are not there."""
+    pages = {file.resolve(): Links(file.read_text(encoding="utf-8")) for file in site.rglob("*.html")}
+    dead = []
+    for file, links in pages.items():
+        if file.name == "404.html":  # served at any address, so its links are absolute
+            continue
+        for target in sorted(links.targets):
+            address, _, anchor = target.partition("#")
+            place = (file.parent / unquote(address.partition("?")[0])).resolve() if address else file
+            if not place.exists() or (place in pages and unquote(anchor) not in pages[place].anchors):
+                dead.append(f"{file.relative_to(site)}: {target}")
+    return dead
+
+
+def test_no_link_of_the_site_is_dead(site: Path, tmp_path: Path) -> None:
+    assert dead_links(site) == []
+    (tmp_path / "a.html").write_text('<a href="b.html#x"></a><a href="c.html"></a><a href="#y"></a>', encoding="utf-8")
+    (tmp_path / "b.html").write_text('<p id="z"><img src="https://elsewhere/x.png">', encoding="utf-8")
+    assert dead_links(tmp_path) == ["a.html: #y", "a.html: b.html#x", "a.html: c.html"]
+
+
+def test_the_first_menu_is_short_and_every_page_is_below_it(site: Path) -> None:
+    menu = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
+    names = [next(iter(entry)) for entry in menu]
+    assert names == ["Start", "Learn from folders", "How it works", "Methods", "Results", "Reference"]
+    listed = {*re.findall(r"[\w./-]+\.md", str(menu))}
+    assert {file.relative_to(site).with_suffix(".md").as_posix() for file in site.rglob("*.html")} - {
+        "404.md"
+    } == listed
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_search_works_from_a_folder_and_nothing_is_wider_than_a_phone(site: Path, tmp_path: Path) -> None:
+    typed = "const q = document.querySelector('.md-search__input'); q.focus(); q.value = 'likelihood ratio';"
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"file://{site}/index.html", width=390)
+        browser.evaluate("document.querySelector('[data-md-toggle=search]').click()")
+        browser.evaluate(f"(() => {{ {typed} q.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}})); }})()")
+        browser.wait("document.querySelectorAll('.md-search-result__item').length > 2")
+        assert browser.console == []
+        for name in ("index", "results", "commands", "notebooks/method", "api/learner"):
+            browser.open(f"file://{site}/{name}.html", width=390)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= 390, name
+
+
+def test_a_notebook_is_a_page_with_its_outputs(site: Path) -> None:
+    text = page(site, "notebooks/photos.html")
+    assert "Same answers: True" in text and "data:image/png;base64" in text and 'href="../learn.html"' in text
+    assert 'href="../files/notebooks/photos.ipynb"' in text and 'href="notebooks/photos.html"' in page(
+        site, "notebooks.html"
+    )
+
+
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     (tmp_path / "docs").mkdir()
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
         (tmp_path / name).write_text("# A page\n", encoding="utf-8")
-    for folder in ("results", "benchmarks", "recipes"):
+    for folder in ("results", "benchmarks", "recipes", "notebooks"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "README.md").write_text("# A page\n", encoding="utf-8")
     hook = ROOT / "docs" / "hooks" / "repository.py"

@@ -60,7 +60,8 @@ def history(
         words = str(len(version.classes)), accuracy, size(version.bytes), escape(version.change)
         table.add_row(str(version.number), when, *words)
     out.print(table)
-    text = f"Version {found[0].number} is the present one; {kept} older version{'s' * (kept != 1)} are kept (--keep)."
+    older = f"up to {kept} older version{'s are' if kept != 1 else ' is'} kept" if kept else "no older version is kept"
+    text = f"Version {found[0].number} is the present one; {older} (--keep)."
     out.print(f"{text} Accuracy: of the newest task on its held-out images.", highlight=False, soft_wrap=True)
 
 

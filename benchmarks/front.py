@@ -1,0 +1,96 @@
+"""What the methods on the front page cost on a CPU: seconds to learn a task, milliseconds an answer, megabytes.
+
+Every method learns digits-5t, the bundled digits in five tasks, on one thread, and answers with all five tasks learned.
+Seconds and milliseconds are of the processor, so other programs on the machine count little. A row is one method and
+seed; rows that the file has already are measured again. `recipes/result_tables.py` makes the front page's table of it.
+
+python benchmarks/front.py                                    # all methods, seeds 0, 1 and 2: ten minutes on one core
+python benchmarks/front.py --methods slda tpl-plus --seeds 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "front-cpu.json"
+METHODS = "joint", "tpl-plus", "tpl", "ranpac", "slda", "replay", "finetune"
+ALONE, REPEATS = 20, 5  # images that are asked about one by one; times that 64 are asked about together
+
+
+def main() -> None:
+    """Measure, and write the rows into the file, method by method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, default=FILE)
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    for method in options.methods:
+        for seed in options.seeds:
+            row = measured(method, seed)
+            print(json.dumps(row), flush=True)
+            rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.exists() else []
+            others = [other for other in rows if (other["method"], other["seed"]) != (method, seed)]
+            rows = sorted([*others, row], key=lambda each: (METHODS.index(each["method"]), each["seed"]))
+            options.json.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
+
+
+def measured(method: str, seed: int) -> dict[str, Any]:
+    """One row: accuracy and costs of a method on digits-5t."""
+    from tpl.bench.spec import RunSpec
+
+    spec = RunSpec("digits-5t", method, seed=seed, device="cpu")
+    stream, learner = spec.stream(), spec.learner()
+    everything = stream.union(len(stream) - 1)
+    tasks = iter([everything]) if learner.method.cumulative else stream.once()
+    seconds = sum(timed(partial(learner.learn, task, held_out=0)) for task in tasks)
+    assert everything.test is not None
+    whole = learner.prepare(everything.test)
+    truth = [everything.classes[label] for label in everything.test.labels]
+    right = statistics.mean(a.name == name for a, name in zip(learner.answers_of(whole), truth, strict=True))
+    single = [timed(partial(learner.answers_of, whole[i : i + 1])) for i in range(ALONE)]
+    together = min(timed(partial(learner.answers_of, whole[:64])) for _ in range(REPEATS))
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        learner.save(model, versions=0)
+        disk = sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
+    return {
+        "method": method,
+        "seed": seed,
+        "last": round(right, 6),
+        "seconds_to_learn": round(seconds, 2),
+        "ms_alone": round(1e3 * statistics.median(single), 2),
+        "ms_together": round(1e3 * together / 64, 3),
+        "disk_bytes": disk,
+        "network_and_memory_bytes": learner.method.size()[1] + learner.method.memory_bytes,
+    }
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of the processor."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the kind of processor."""
+    import torch
+
+    from tpl.bench.results import describe_environment
+
+    return describe_environment(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()
