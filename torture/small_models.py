@@ -40,18 +40,29 @@ ENCODER: str = load_module(ROOT / "tests" / "small_encoder.py").SMALL_VIT  # ran
 _TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")  # deleted at the end of the process
 
 
-def learned(path: Path, method: str = "tpl") -> None:
+def learned(path: Path, method: str = "tpl", **options: Any) -> None:
     """A model of two tasks, stored at `path`; each method learns once in a process."""
-    template = Path(_TEMPLATES.name) / method
+    template = Path(_TEMPLATES.name) / "-".join([method, *options])
     if not template.exists():
-        images = kill._digits()
-        known = {field.name for field in fields(find_method(method).config_class)}
-        learner = Learner(method, ENCODER, device="cpu", **{k: v for k, v in SMALL.items() if k in known})
+        learner, images = new_learner(method, **options), kill._digits()
         for number, names in enumerate((("zero", "one"), ("two", "three"))):
             pictures = images[2 * number] + images[2 * number + 1]
             learner.learn(pictures, [name for name in names for _ in range(6)], name=f"task {number}", held_out=0.2)
         learner.save(template)
     shutil.copytree(template, path)
+
+
+def apart(path: Path, method: str = "tpl") -> None:
+    """A model of one other task, trained apart from that of `learned`."""
+    images = kill._digits()
+    new_learner(method).learn(images[4] + images[5], ["eight"] * 6 + ["nine"] * 6, name="apart").save(path)
+
+
+def new_learner(method: str, **options: Any) -> Learner:
+    """A small learner that has learned nothing yet."""
+    known = {field.name for field in fields(find_method(method).config_class)}
+    small = {name: value for name, value in SMALL.items() if name in known}
+    return Learner(method, ENCODER, device="cpu", **(small | options))
 
 
 def probes() -> list[Any]:
@@ -71,7 +82,7 @@ def changes() -> dict[str, Callable[[Learner], object]]:
     return {
         "learn": lambda learner: learner.learn(task, held_out=0.2),
         "update": lambda learner: learner.update(images[6], ["two"] * 6),
-        "remove": lambda learner: learner.remove("one"),
+        "remove": lambda learner: learner.remove("three"),
         "rename": lambda learner: learner.rename("two", "deux"),
     }
 
