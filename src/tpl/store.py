@@ -244,6 +244,10 @@ class ModelStore:
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
             ) from error
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Make a new header survive a power cut, then delete what only the old one needed."""
         try:
             sync_folder(self.path)
         except OSError as error:  # the old model's files stay, in case that a power cut brings its header back
@@ -264,7 +268,7 @@ class ModelStore:
                 self._replace_header(wanted | more, old, keep)
             except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
-            self._delete_unused()
+            self._confirm()
 
     def prune(self, keep: int, more: dict[str, Any]) -> None:
         """Delete all older versions but the newest `keep`. `more` is for the header."""
@@ -275,7 +279,7 @@ class ModelStore:
                 replace_atomically(self.header_file, _sealed(complete), synced=False)
             except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
-            self._delete_unused()
+            self._confirm()
 
     def _replace_header(self, header: dict[str, Any], old: dict[str, Any], keep: int) -> None:
         """Commit: write the old header as that of an older version, if it is kept, and replace `model.json`."""
@@ -468,8 +472,9 @@ class ModelStore:
             sync_folder(self.path)  # a header that is not on disk yet must not outlive the files of the one before
         except (StoreError, OSError):
             return  # without readable headers nothing is known to be superfluous
-        with suppress(OSError):
-            partial_path(self.header_file).unlink(missing_ok=True)
+        for leftover in (self.header_file, self.path / WAITING):
+            with suppress(OSError):
+                partial_path(leftover).unlink(missing_ok=True)
         with suppress(OSError):
             versions = self.path / "versions"
             for file in versions.iterdir() if versions.is_dir() else ():
