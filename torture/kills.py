@@ -14,7 +14,7 @@ from pathlib import Path
 from torture.operations import Countdown, watching
 from torture.small_models import ENCODER, kill
 from torture.tally import Tally
-from torture.writers import Found, Writer, found_in, writers
+from torture.writers import Found, Writer, commands, found_in
 from tpl import TplError
 from tpl.store import ModelStore
 
@@ -30,7 +30,7 @@ def run(seed: int, cases: int, place: Path) -> Tally:
     tally, draw = Tally("kills", seed), random.Random(seed)
     models, model, left = place / "models", place / "model", place / "left"
     models.mkdir()
-    known = [each for method, names in METHODS.items() for each in writers(models, method, names)]
+    known = [commands(models, method)[name]() for method, names in METHODS.items() for name in names]
     ends, lengths = [], []
     for writer in known:
         ends.append(_undisturbed(writer, model))

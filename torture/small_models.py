@@ -106,10 +106,12 @@ def bare(version: int, tasks: int) -> Commit:
 
 def version_of(path: Path | str) -> int | None:
     """Which version of `bare` a directory holds; None for no model. AssertionError if it mixes versions."""
-    store = ModelStore(path)
-    if not store.exists():
-        return None
-    header, state, memory = store.read()
+    return numbered(path)[1] if ModelStore(path).exists() else None
+
+
+def numbered(path: Path | str) -> tuple[int, int]:
+    """The number of commits of a directory, and which version of `bare` it holds."""
+    header, state, memory = ModelStore(path).read()
     found = {header["seed"], int(state.shared["n"]), int(memory["n"]), int(state.tasks[-1]["n"])}
     assert len(found) == 1 and [int(own["n"]) for own in state.tasks[:-1]] == list(range(len(state.tasks) - 1)), found
-    return int(header["seed"])
+    return int(header["commits"]), int(header["seed"])

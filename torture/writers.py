@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,12 @@ def found_in(model: Path) -> Found:
     return found | {"waiting": found.get("waiting") or {}}
 
 
-def writers(place: Path, method: str = "tpl", names: tuple[str, ...] = ()) -> Iterator[Writer]:
-    """The commands that a method has, or those of these names; `place` is a folder for models."""
+def commands(place: Path, method: str = "tpl") -> dict[str, Callable[[], Writer]]:
+    """The commands that a method has, by name, each still to be prepared; `place` is a folder for models."""
     base, older = place / f"base-{method}", place / f"older-{method}"
     if not base.exists():
         learned(base, method)
+    if not older.exists():
         shutil.copytree(base, older)
         Learner.load(older, device="cpu").rename("three", "drei").save(older)
     sample = Learner.load(base, device="cpu").method
@@ -62,7 +63,8 @@ def writers(place: Path, method: str = "tpl", names: tuple[str, ...] = ()) -> It
     if sample.cumulative:  # a new task replaces the others
         wanted.pop("learn")
     made: dict[str, Callable[[], Writer]] = {
-        name: lambda name=name: _saved(name, wanted[name], base) for name in wanted  # type: ignore[misc]
+        name: lambda name=name: _saved(name, wanted[name], base)
+        for name in wanted  # type: ignore[misc]
     }
     made["undo"] = lambda: Writer("undo", older, lambda model: undo(model))
     made["undo --keep"] = lambda: Writer("undo --keep", older, lambda model: prune(model, 0))
@@ -72,9 +74,7 @@ def writers(place: Path, method: str = "tpl", names: tuple[str, ...] = ()) -> It
         made["merge"] = lambda: _merged(base, place, method)
     if not sample.cumulative:
         made["serve-learning"] = lambda: _served(base, place, method)
-    for name in names or made:
-        if name in made:
-            yield made[name]()
+    return made
 
 
 def _saved(name: str, change: Callable[[Learner], object], base: Path) -> Writer:
