@@ -176,7 +176,8 @@ class Nuisance(threading.Thread):
 def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int = 8) -> Tally:
     """Serve, learn, kill and ask for some seconds; `cases` is not used: each answer is one.
 
-    In the last third the server itself is not killed, only those who learn: its memory is measured over that time.
+    In the last third the server itself is not killed, only those who learn, and in the last sixth nobody learns: its
+    memory is measured over these times.
     """
     tally, draw = Tally("a server that learns", seed), random.Random(seed)
     images = kill._digits()
@@ -185,16 +186,16 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
     learner.learn(images[0] + images[1], ["zero"] * 6 + ["one"] * 6).save(model)
     server, stop = Server(model, place / "log"), threading.Event()
     server.start()
-    versions, slope = {2: Path(shutil.copytree(model, place / "version-2"))}, []
+    versions, slope, rest = {2: Path(shutil.copytree(model, place / "version-2"))}, [], []
     askers = [Client(server, png(probe), stop) for _ in range(clients)]
     nuisances = [Nuisance(server, f"{seed} {n}", stop) for n in range(2)]
     began, rounds, kills = time.monotonic(), 0, 0
     for thread in (*askers, *nuisances):
         thread.start()
     try:
-        while time.monotonic() - began < seconds:
+        while (now := time.monotonic() - began) < seconds * 5 / 6:
             rounds += 1
-            slope += [(time.monotonic() - began, server.memory(), server.starts)]
+            slope += [(now, server.memory(), server.starts)]
             begun = time.monotonic()
             classes = {f"r{rounds}a": images[2 + rounds % 4], f"r{rounds}b": images[3 + rounds % 4]}
             fate = ("finish", "kill server", "finish", "kill worker")[rounds % 4 - 1]
@@ -202,7 +203,9 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
             kills += _learn(server, classes, "kill worker" if steady and fate == "kill server" else fate, draw)
             _keep_version(model, place, versions)
             time.sleep(max(0.0, seconds / ROUNDS - (time.monotonic() - begun)))
-        time.sleep(1)
+        while (now := time.monotonic() - began) < seconds:
+            rest += [(now, server.memory())]
+            time.sleep(1)
     finally:
         stop.set()
         for thread in (*askers, *nuisances):
@@ -214,11 +217,12 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
     tally.notes["slowest answer in s"] = round(max(asker.slowest for asker in askers), 1)
     tally.notes["bytes of log"] = server.log.stat().st_size
     same = [(at, mib) for at, mib, starts in slope if starts == server.starts]
-    if len(same) > 2:
-        times, sizes = (np.array(column) for column in zip(*same, strict=True))
-        tally.notes["minutes since the last start"] = round(float(times[-1] - times[0]) / 60, 1)
-        tally.notes["MiB then and at the end"] = f"{sizes[0]:.0f}, {sizes[-1]:.0f}"
-        tally.notes["MiB a minute"] = round(float(np.polyfit(times, sizes, 1)[0]) * 60, 2)
+    for when, measured in (("learning", same), ("at rest", rest)):
+        if len(measured) > 2:
+            times, sizes = (np.array(column) for column in zip(*measured, strict=True))
+            rate = float(np.polyfit(times, sizes, 1)[0]) * 60
+            text = f"{sizes[0]:.0f} to {sizes[-1]:.0f} MiB in {(times[-1] - times[0]) / 60:.1f} min, {rate:+.2f} a min"
+            tally.notes[f"memory {when}"] = text
     return tally
 
 
