@@ -18,11 +18,12 @@ from tpl.report.find import group_runs
 from tpl.report.page import write_page
 
 RUNS = ("digits-5t/finetune-seed0", "digits-5t/afc-seed0")
+PAGES = 0.01  # share of the cases that write a page, which takes a second
 SUITES = ("suite-digits.toml", "suite-baselines.toml")
 
 
 def run(seed: int, cases: int, place: Path) -> Tally:
-    """Report on changed runs, and ask for the state of their suite; every tenth case writes a page."""
+    """Report on changed runs, and ask for the state of their suite; some write a page."""
     folder = place / "runs"
     for name in RUNS:
         shutil.copytree(ROOT / "results" / name, folder / Path(name).name)
@@ -84,7 +85,7 @@ def _use(folder: Path, place: Path, draw: random.Random) -> str:
             _ = state.to_dict(), state.progress(100.0), state.doing(), state.label
         return "state of a suite"
     found = find_runs([folder])
-    if draw.random() < 0.1:
+    if draw.random() < PAGES:
         write_page(found, place / "page.html", "runs")
         return "shown on a page"
     for experiment in group_runs(found.runs):
