@@ -41,9 +41,9 @@ class Part(NamedTuple):
 PARTS = {
     "hostile": Part("hostile", "run", 1, 1, "a hostile model under an audit hook"),
     "formats": Part("old_formats", "run", 1, 1, "stored models of earlier versions"),
-    "kills": Part("kills", "run", 300, 9_200, "writers killed at their n-th file operation"),
-    "instants": Part("kills", "at_random", 20, 500, "writers killed at random instants"),
-    "runs-killed": Part("run_kills", "run", 10, 300, "benchmark runs killed and resumed"),
+    "kills": Part("kills", "run", 300, 9_500, "writers killed at their n-th file operation"),
+    "instants": Part("kills", "at_random", 20, 400, "writers killed at random instants"),
+    "runs-killed": Part("run_kills", "run", 10, 100, "benchmark runs killed and resumed"),
     "faults": Part("faults", "run", 3500, 20_000, "the n-th file operation fails"),
     "power": Part("power_loss", "run", 5000, 50_000, "power cuts"),
     "interleaved": Part("interleaved", "run", 300, 10_000, "two writers and two readers"),

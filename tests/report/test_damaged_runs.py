@@ -97,7 +97,8 @@ def test_a_run_with_a_short_row_is_drawn(tmp_path: Path) -> None:
 
 
 PLANNED = {"method": "tpl", "benchmark": "b", "order": "natural", "seed": 0, "directory": "run"}
-GOOD = '{"kind": "run", "time": 1, "images": [4, 4], "learned": 0}\n{"kind": "epoch", "time": 2, "epoch": 1, "epochs": 2}\n'
+RUN = '{"kind": "run", "time": 1, "images": [4, 4], "learned": 0}'
+EPOCH = '{"kind": "epoch", "time": 2, "epoch": 1, "epochs": 2}'
 EVENTS = {
     "a line that is no object": "7",
     "a line without a kind": '{"time": 1}',
@@ -117,7 +118,7 @@ def test_a_damaged_line_of_a_runs_events_is_left_out(line: str, tmp_path: Path) 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}", encoding="utf-8")
     (tmp_path / "suite.json").write_text(json.dumps({"runs": [PLANNED]}), encoding="utf-8")
-    (tmp_path / "run" / "events.jsonl").write_bytes(f"{GOOD}{line}\n".encode("utf-8", "surrogateescape"))
+    (tmp_path / "run" / "events.jsonl").write_bytes(f"{RUN}\n{EPOCH}\n{line}\n".encode("utf-8", "surrogateescape"))
     (state,) = read_states(tmp_path)
     assert state.state == INTERRUPTED and state.progress(9.0)["share"] == 0.25
 
