@@ -18,7 +18,7 @@ def run(seed: int, cases: int, place: Path) -> Tally:
     ModelStore(place / "tiny").commit(*bare(1, 2))
     learned(place / "slda", "slda")
     learned(place / "tpl")
-    for model, most in ((place / "tiny", cases // 3), (place / "slda", cases * 4 // 5), (place / "tpl", cases)):
+    for model, most in ((place / "tiny", cases // 2), (place / "slda", cases * 4 // 5), (place / "tpl", cases)):
         wanted, copy = kill.content(model), place / "copy"
         places = [(file, at) for file in _files(model) for at in range(file.stat().st_size)]
         if len(places) > most - tally.cases:

@@ -30,16 +30,18 @@ def run(seed: int, cases: int, place: Path) -> Tally:
     tally, draw = Tally("kills", seed), random.Random(seed)
     models, model, left = place / "models", place / "model", place / "left"
     models.mkdir()
-    known = [commands(models, method)[name]() for method, names in METHODS.items() for name in names]
-    ends, lengths = [], []
-    for writer in known:
-        ends.append(_undisturbed(writer, model))
-        number = 1
-        while tally.cases < cases and _kill_at(tally, number, writer, model, *ends[-1]):
-            number += 1
-        lengths.append(number)
-        if tally.cases >= cases:
-            return tally
+    known, ends, lengths = [], [], []
+    for method, names in METHODS.items():
+        ready = commands(models, method)
+        for name in names:
+            known.append(ready[name]())
+            ends.append(_undisturbed(known[-1], model))
+            number = 1
+            while tally.cases < cases and _kill_at(tally, number, known[-1], model, *ends[-1]):
+                number += 1
+            lengths.append(number)
+            if tally.cases >= cases:
+                return tally
     tally.notes["operations of all commands"] = sum(lengths) - len(lengths)
     while tally.cases < cases:
         at = draw.randrange(len(known))

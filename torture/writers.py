@@ -7,6 +7,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def found_in(model: Path) -> Found:
     """The model in a directory with the images that wait, bit for bit; None if there is none."""
     if not ModelStore(model).exists():
         return None
-    found = kill.content(model)
+    found: dict[str, Any] = kill.content(model)
     if (model / "waiting.bin").exists():  # what was learned meanwhile does not wait any more
         found["waiting"] = Learner.load(model, device="cpu").waiting_.images
     return found | {"waiting": found.get("waiting") or {}}
@@ -63,8 +64,7 @@ def commands(place: Path, method: str = "tpl") -> dict[str, Callable[[], Writer]
     if sample.cumulative:  # a new task replaces the others
         wanted.pop("learn")
     made: dict[str, Callable[[], Writer]] = {
-        name: lambda name=name: _saved(name, wanted[name], base)
-        for name in wanted  # type: ignore[misc]
+        name: partial(_saved, name, change, base) for name, change in wanted.items()
     }
     made["undo"] = lambda: Writer("undo", older, lambda model: undo(model))
     made["undo --keep"] = lambda: Writer("undo --keep", older, lambda model: prune(model, 0))
