@@ -54,7 +54,7 @@ def with_exemplar(model: Path, image: bytes) -> None:
 
 
 def test_a_hostile_model_starts_connects_opens_and_imports_nothing(model: Path) -> None:
-    """Loading, predicting, serving and learning; `make torture` exports it, too."""
+    """Loading, predicting, serving, learning, updating and merging; `make torture` exports it, too."""
     header = header_of(model)
     header["options"]["epochs"] = 1
     write_header(model, header)

@@ -260,8 +260,11 @@ def test_a_new_header_that_the_disk_does_not_confirm_is_told_and_the_old_files_s
     check(store, model(1))
 
 
-def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [False, True], ids=["new", "made by a writer that was killed"])
+def test_a_new_directory_and_its_parents_are_synced(made: bool, tmp_path: Path) -> None:
     synced, real = [], os.fsync
+    if made:
+        (tmp_path / "a" / "b" / "model").mkdir(parents=True)
 
     def fsync(handle: int) -> None:
         synced.append(os.fstat(handle).st_ino)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import shutil
 import sys
@@ -37,7 +38,8 @@ kill = load_module(ROOT / "benchmarks" / "kill.py")  # judges models after a kil
 ENCODER: str = load_module(ROOT / "tests" / "small_encoder.py").SMALL_VIT  # random weights: quick
 
 
-_TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")  # deleted at the end of the process
+_TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")
+atexit.register(_TEMPLATES.cleanup)
 
 
 def learned(path: Path, method: str = "tpl", **options: Any) -> None:

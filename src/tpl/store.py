@@ -40,7 +40,7 @@ from safetensors import SafetensorError
 
 from tpl.blocks import from_blocks, in_blocks
 from tpl.errors import TplError
-from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, write_synced
+from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, sync_parents, write_synced
 from tpl.header import MEMORY, SEAL, SHARED, check_header, files_of, parts_of, seal_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
@@ -231,6 +231,8 @@ class ModelStore:
         complete = header | {"tasks": tasks, "parts": places, "newest": newest}
         try:
             written = self._write_folder(newest, parts)
+            if not old["commits"]:
+                sync_parents(self.path)  # a writer that was killed may have made them
             wanted = {*files, *itertools.chain.from_iterable(places.values())}
             checked = (old.get("files") or {}) | {f: checksum for checksum, fs in known.items() for f in fs} | written
             sums = {file: checked.get(file) or sha256_of(self.path / file) for file in wanted}
@@ -291,6 +293,7 @@ class ModelStore:
             replace_atomically(self.path / f"versions/{old['commits']}.json", content)
             older[old["commits"]] = hashlib.sha256(content).hexdigest()
         complete = {"schema": SCHEMA} | header | {"commits": old["commits"] + 1, "older": _newest(older, keep)}
+        sync_folder(self.path)  # folders in it may have been made by a writer that was killed
         replace_atomically(self.header_file, _sealed(complete), synced=False)
 
     def _kept(self, header: dict[str, Any]) -> dict[int, str]:
