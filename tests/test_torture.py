@@ -97,7 +97,7 @@ def test_faults_find_an_undo_whose_sync_fails_in_silence(tmp_path: Path, monkeyp
 def test_kills_find_a_writer_that_is_not_cleared_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "METHODS", {"closed-form": ("rename",)})
     monkeypatch.setattr(store.ModelStore, "_delete_unused", lambda self: None)
-    assert kills.run(7, 20, tmp_path).failures
+    assert kills.run(7, 30, tmp_path).failures
 
 
 def test_the_long_form_reaches_what_it_promises() -> None:
