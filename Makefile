@@ -36,8 +36,8 @@ docs: $(DEV)  ## the documentation as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 
-torture: $(DEV)  ## crashes, power cuts, hostile files and clients; about 15 minutes, or HOURS=8
-	$(BIN)/python -m torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED))
+torture: $(DEV)  ## crashes, power cuts, hostile files and clients; 20 minutes, LONG=1 some hours, or HOURS=8
+	$(BIN)/python -m torture $(if $(LONG),--long) $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED))
 
 wheel:  ## build the wheel in dist/ and try it in an empty environment outside the checkout; 4 minutes on two cores
 	$(PYTHON) tools/try_wheel.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def run(kills: int, seed: int, encoder: str, place: Path) -> dict[str, Any]:
     }
 
 
+@cache
 def _digits() -> list[list[Any]]:
     """Six pictures of each digit."""
     import numpy as np

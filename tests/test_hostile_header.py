@@ -125,6 +125,18 @@ def test_one_file_is_not_read_for_twenty_thousand_tasks(model: Path) -> None:
         Learner.load(model, device="cpu")
 
 
+def test_twenty_thousand_tasks_are_refused(model: Path) -> None:
+    def many(header: dict[str, Any]) -> None:
+        first = header["tasks"][0] | {"images": [], "held_out": []}
+        files = [f"tasks/{c:05d}/task-0.safetensors" for c in range(20_000)]
+        header["tasks"] = [first | {"classes": [file], "file": file} for file in files]
+        header["files"] |= dict.fromkeys(files, "0" * 64)
+
+    forge_header(model, many)
+    with pytest.raises(StoreError, match="tasks"):
+        Learner.load(model, device="cpu")
+
+
 def test_a_part_full_of_holes_is_not_read(model: Path) -> None:
     name = ModelStore(model).header()["tasks"][0]["file"]
     with (model / name).open("r+b") as stream:

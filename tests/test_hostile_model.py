@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torture.audited import watch
+from torture.forged import forge_tensors
+from torture.small_models import apart, learned, new_learner, probes
 from tpl import Learner, TplError
 from tpl.store import ModelStore
 
@@ -52,7 +54,7 @@ def with_exemplar(model: Path, image: bytes) -> None:
 
 
 def test_a_hostile_model_starts_connects_opens_and_imports_nothing(model: Path) -> None:
-    """Loading, predicting, serving and learning; `make torture` exports it, too."""
+    """Loading, predicting, serving, learning, updating and merging; `make torture` exports it, too."""
     header = header_of(model)
     header["options"]["epochs"] = 1
     write_header(model, header)
@@ -163,3 +165,61 @@ def test_a_linked_partial_header_is_not_written_through(model: Path) -> None:
     Learner.load(model, device="cpu").rename("zero", "nought").save(model)
     assert precious.read_text(encoding="utf-8") == "precious"
     assert not (model / "model.json").is_symlink()
+
+
+def without_counts(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["score.counts_"]
+
+
+def twice_as_many_rows(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["ridge.sums"] = torch.cat([tensors["ridge.sums"]] * 2)
+
+
+def negative(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["ridge.gram"] = -tensors["ridge.gram"]
+
+
+def not_finite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["ridge.sums"] = tensors["ridge.sums"] * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "change"),
+    [
+        ("tpl", "task-0", without_counts),
+        ("closed-form", "shared", twice_as_many_rows),
+        ("closed-form", "shared", negative),
+        ("closed-form", "shared", not_finite),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_tensors_that_fail_only_in_use_are_reported(
+    method: str, part: str, change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    """A merge or an update is the first to use some of them; an answer may come from the others."""
+    model, other = tmp_path / "model", tmp_path / "other"
+    learned(model, method)
+    apart(other, method)
+    forge_tensors(model, part, change)
+    images = probes()
+
+    def update() -> None:
+        learner = Learner.load(model, device="cpu")
+        learner.update(images[:3], [learner.classes_[0]] * 3)
+
+    uses = [update, lambda: Learner.load(other, device="cpu").merge(Learner.load(model, device="cpu"))]
+    for use in uses:
+        try:
+            use()
+        except TplError as error:
+            said = str(error)
+    assert "damaged" in said and str(model) in said
+
+
+def test_an_error_of_a_new_model_is_not_taken_for_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = new_learner("slda")
+    images = probes()
+    learner.learn(images[:4], ["a", "b"] * 2)
+    monkeypatch.setattr(type(learner.method), "update", lambda *_, **__: {}["missing"])
+    with pytest.raises(KeyError):
+        learner.update(images[:2], ["a", "b"])

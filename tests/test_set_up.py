@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,16 @@ set_up, try_wheel = load_script("tools/set_up.py"), load_script("tools/try_wheel
 def planned(target: str, *variables: str) -> str:
     """What make would run."""
     return subprocess.check_output(["make", "-n", "-W", "pyproject.toml", target, *variables], cwd=ROOT, text=True)
+
+
+def test_no_setuptools_with_known_holes_is_used() -> None:
+    """Below 78.1.1 a package's address could name a file anywhere (CVE-2025-47273)."""
+    safe = (78, 1, 1)
+    pinned = re.findall(r"^setuptools==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    asked = re.findall(r"setuptools>=([\d.]+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert len(pinned) == 1 and len(asked) == 2
+    for version in (*pinned, *asked):
+        assert tuple(map(int, version.split("."))) >= safe
 
 
 def test_the_demo_needs_no_development_tools() -> None:

@@ -260,8 +260,11 @@ def test_a_new_header_that_the_disk_does_not_confirm_is_told_and_the_old_files_s
     check(store, model(1))
 
 
-def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [False, True], ids=["new", "made by a writer that was killed"])
+def test_a_new_directory_and_its_parents_are_synced(made: bool, tmp_path: Path) -> None:
     synced, real = [], os.fsync
+    if made:
+        (tmp_path / "a" / "b" / "model").mkdir(parents=True)
 
     def fsync(handle: int) -> None:
         synced.append(os.fstat(handle).st_ino)
@@ -611,3 +614,37 @@ def test_only_what_exists_is_opened_for_a_change(store: ModelStore) -> None:
     with store.existing():
         store.commit(*model(2))
     check(store, model(2))
+
+
+def test_waiting_images_of_a_killed_writer_are_swept(store: ModelStore) -> None:
+    store.commit(*model(1))
+    store.write_waiting({"n": torch.ones(1)})
+    half = store.path / ".waiting.bin.partial"
+    half.write_bytes(b"half")
+    with store.writing():
+        assert not half.exists()
+    assert store.read_waiting()["n"] == 1
+
+
+def test_waiting_images_are_no_link(store: ModelStore, tmp_path: Path) -> None:
+    store.commit(*model(1))
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    (store.path / "waiting.bin").symlink_to(precious)
+    for use in (store.read_waiting, lambda: store.write_waiting({"n": torch.ones(1)}), lambda: store.write_waiting({})):
+        with pytest.raises(StoreError, match="link"):
+            use()
+    assert precious.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x" * 31, b"x" * 32, bytes(32) + b"x" * 100, b"\xff" * 200], ids=lambda content: str(len(content))
+)
+def test_damaged_waiting_images_are_explained(store: ModelStore, content: bytes) -> None:
+    store.commit(*model(1))
+    (store.path / "waiting.bin").write_bytes(content)
+    with pytest.raises(StoreError, match="Delete it to go on"):
+        store.read_waiting()
+    (store.path / "waiting.bin").write_bytes(hashlib.sha256(content).digest() + content)  # with the right checksum
+    with pytest.raises(StoreError, match="Delete it to go on"):
+        store.read_waiting()

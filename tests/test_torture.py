@@ -15,9 +15,11 @@ from torture import (
     flips,
     fuzz_archives,
     fuzz_images,
+    fuzz_label_studio,
     fuzz_models,
     fuzz_requests,
     fuzz_runs,
+    fuzz_stores,
     interleaved,
     kills,
     power_loss,
@@ -38,12 +40,16 @@ Part = Callable[[int, int, Path], Tally]
         (power_loss.run, 250),
         (interleaved.run, 6),
         (flips.run, 120),
-        (partial(faults.run, methods=("tpl",)), 40),
+        (partial(faults.run, methods=("tpl",)), 30),
         (kills.run, 8),
         (partial(fuzz_models.run, methods=("tpl",)), 25),
         (fuzz_images.run, 200),
         (fuzz_archives.run, 40),
-        (fuzz_requests.run, 25),
+        (fuzz_stores.run_headers, 100),
+        (fuzz_stores.run_tensors, 100),
+        (fuzz_stores.run_waiting, 5),
+        (fuzz_requests.run, 40),
+        (fuzz_label_studio.run, 40),
         (fuzz_runs.run, 12),
         (fuzz_runs.run_suites, 30),
     ],
@@ -80,6 +86,24 @@ def test_interleavings_find_a_missing_lock(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(store, "FileLock", NoLock)
     assert interleaved.run(7, 6, tmp_path).failures
+
+
+def test_faults_find_an_undo_whose_sync_fails_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store.ModelStore, "_confirm", store.ModelStore._delete_unused)
+    found = faults.run(7, 120, tmp_path, methods=("closed-form",), command="undo")
+    assert any("failed in silence" in failure for failure in found.failures)
+
+
+def test_kills_find_a_writer_that_is_not_cleared_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "METHODS", {"closed-form": ("rename",)})
+    monkeypatch.setattr(store.ModelStore, "_delete_unused", lambda self: None)
+    assert kills.run(7, 30, tmp_path).failures
+
+
+def test_the_long_form_reaches_what_it_promises() -> None:
+    killed = sum(PARTS[name].long for name in ("kills", "instants", "runs-killed"))
+    fuzzed = sum(part.long for part in PARTS.values() if part.module.startswith("fuzz") or part.module == "flips")
+    assert killed >= 10_000 and fuzzed >= 1_000_000 and PARTS["interleaved"].long >= 10_000
 
 
 def test_every_part_is_where_the_programme_looks_for_it() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,23 @@ def test_a_crash_during_an_undo_leaves_the_old_model(three: ModelStore, stage: s
     check(three, model(3))
     undo(three.path)
     check(three, model(2))
+
+
+@pytest.mark.parametrize("change", [lambda path: undo(path), lambda path: prune(path, 0)], ids=["undo", "prune"])
+def test_a_change_that_the_disk_does_not_confirm_is_told(three: ModelStore, change: Callable[[Path], object]) -> None:
+    before, real = three.header_file.read_bytes(), os.fsync
+    needed = three.files()
+
+    def fsync(handle: int) -> None:
+        if three.header_file.read_bytes() != before:
+            raise OSError(errno.EIO, "no luck")
+        real(handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StoreError, match="the disk does not confirm it"):
+            change(three.path)
+    assert all((three.path / name).exists() for name in needed)  # a power cut may bring the old header back
 
 
 def test_a_full_disk_leaves_no_trace(three: ModelStore) -> None:

@@ -34,6 +34,7 @@ def uses(model: Path, place: Path | None) -> dict[str, Callable[[], object]]:
     from tpl.serve.model import ModelSource
     from tpl.serve.security import Access
     from tpl.serve.server import Settings
+    from tpl.versions import history
 
     pixels = np.random.default_rng(0).integers(0, 255, (12, 32, 32, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -52,8 +53,17 @@ def uses(model: Path, place: Path | None) -> dict[str, Callable[[], object]]:
                 if answer.status_code >= 500:
                     raise RuntimeError(f"{answer.status_code}: {answer.text}")
 
+    def merge() -> None:
+        other = load()
+        for name in other.classes_:
+            other.rename(name, f"{name} of another")
+        load().merge(other, estimate=True)
+
     found: dict[str, Callable[[], object]] = {
         "load": load,
+        "update": lambda: load().update(list(pixels[:2]), [load().classes_[0]] * 2),
+        "merge": merge,
+        "history": lambda: history(model),
         "predict": lambda: load().answers(list(pixels)),
         "rename": lambda: load().rename(load().classes_[0], "another name"),
         "serve": serve,

@@ -13,11 +13,12 @@ from tpl.store import ModelStore
 
 
 def run(seed: int, cases: int, place: Path) -> Tally:
-    """Flip every byte of a tiny directory, and random ones of a model that learned."""
+    """Flip every byte of a tiny directory and of a small model that learned, and random ones of a larger model."""
     tally, draw = Tally("flipped bytes", seed), random.Random(seed)
     ModelStore(place / "tiny").commit(*bare(1, 2))
-    learned(place / "small")
-    for model, most in ((place / "tiny", cases // 2), (place / "small", cases)):
+    learned(place / "slda", "slda")
+    learned(place / "tpl")
+    for model, most in ((place / "tiny", cases // 2), (place / "slda", cases * 4 // 5), (place / "tpl", cases)):
         wanted, copy = kill.content(model), place / "copy"
         places = [(file, at) for file in _files(model) for at in range(file.stat().st_size)]
         if len(places) > most - tally.cases:

@@ -36,9 +36,10 @@ def run_attempts(tally: Tally, cases: int, attempt: Attempt) -> Tally:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
             tally.fail(f"case {number} ({Case.text}): {type(error).__name__} at {place}: {str(error)[:200]}")
-        most = max(most, peak() - base)
-        if peak() - base > MEBIBYTES:
-            tally.fail(f"case {number} ({Case.text}): {peak() - base} MiB more than before")
+        above = peak() - base
+        most = max(most, above)
+        if above > MEBIBYTES:
+            tally.fail(f"case {number} ({Case.text}): {above} MiB more than before")
             base = forget_peak()
     tally.notes["MiB above idle"] = max(most, tally.notes.get("MiB above idle", 0))
     return tally

@@ -12,25 +12,29 @@ from torch import Tensor
 from torture.forged import forge_bytes, forge_header, forge_tensors
 from torture.fuzz import Case, run_attempts
 from torture.mutations import mutate_json, mutate_tensors, mutated_bytes
-from torture.small_models import learned, probes
+from torture.small_models import apart, learned, probes
 from torture.tally import Tally
 from tpl import Learner
 
 PARTS = ("task-0", "task-1", "shared", "memory")
-METHODS = ("tpl", "tpl-plus", "slda", "replay")
+METHODS = ("tpl", "tpl-plus", "slda", "replay", "closed-form", "ranpac")
+MERGED = ("tpl", "closed-form")
 
 
 def run(seed: int, cases: int, place: Path, methods: tuple[str, ...] = METHODS) -> Tally:
-    """Load changed models, ask them, and sometimes learn on them."""
+    """Load changed models, ask them, and sometimes learn on them, update them or merge them into another."""
     tally = Tally("model directories", seed)
     images = probes()[:2]
     for method in methods:
         learned(place / f"base-{method}", method)
+        if method in MERGED:
+            apart(place / f"apart-{method}", method)
 
     def attempt(draw: random.Random) -> str:
         model = place / "model"
         shutil.rmtree(model, ignore_errors=True)
-        shutil.copytree(place / f"base-{draw.choice(methods)}", model)
+        method = draw.choice(methods)
+        shutil.copytree(place / f"base-{method}", model)
         Case.text = change(model, draw)
         learner = Learner.load(model, device="cpu")
         answered = learner.answers(images)
@@ -43,6 +47,15 @@ def run(seed: int, cases: int, place: Path, methods: tuple[str, ...] = METHODS) 
         elif use < 0.15:
             learner.learn(images * 3, ["new", "newer"] * 3, held_out=0)
             return "learned on"
+        elif use < 0.35 and method in MERGED:
+            merged = Learner.load(place / f"apart-{method}", device="cpu")
+            merged.merge(learner)
+            assert all(0 <= answer.probability <= 1 for answer in merged.answers(images))
+            return "merged"
+        elif use < 0.45 and learner.method.can_update:
+            learner.update(images, [learner.classes_[0]] * 2)
+            learner.answers(images)
+            return "updated"
         return "loaded"
 
     return run_attempts(tally, cases, attempt)

@@ -75,7 +75,7 @@ def watching(see: See, done: See = lambda operation: None) -> Iterator[None]:
         real["close"](handle)
 
     def on_sync(handle: int) -> None:
-        operation = Operation("sync", names.get(handle) or os.readlink(f"/proc/self/fd/{handle}"))
+        operation = Operation("sync", os.readlink(f"/proc/self/fd/{handle}"))  # `names` may be stale
         see(operation)
         real["fsync"](handle)
         done(operation)

@@ -4,7 +4,8 @@ The operations of some commits are logged. A disk certainly holds what was synce
 file, a folder's entries after a sync of the folder. Of everything else it may hold any part: each later change of a
 folder happened or did not, and unsynced bytes are all there, half there or not there at all. For every prefix of the
 log, such disks are made and opened: each must hold the version before or the version after, and after the end of a
-commit the version after.
+command the version after; older versions that it lists must be whole. Commands are commits, undos, deletions of older
+versions, and images that wait to be learned.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from torture.operations import Countdown, Operation, watching
 from torture.small_models import bare, version_of
@@ -25,6 +28,7 @@ from tpl.store import ModelStore
 
 SUBSETS = 64  # of the unsynced changes at one moment; all of them if there are fewer
 HISTORY = 250  # operations of a few commits, about
+STEPS, KEPT = 5, 2  # commands in a history, and older versions that are kept
 
 
 @dataclass
@@ -131,7 +135,7 @@ def _enter(entries: dict[str, int], kind: str, name: str, number: int) -> None:
 
 
 def run(seed: int, cases: int, place: Path) -> Tally:
-    """Cut the power at every moment of several commits, until there were that many disks."""
+    """Cut the power at every moment of several commands, until there were that many disks."""
     tally, draw = Tally("power cuts", seed), random.Random(seed)
     while tally.cases < cases:
         _one_history(tally, draw, cases, place)
@@ -142,32 +146,74 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+@dataclass
+class History:
+    """What some writers did, one after the other: the log, and what each of them was about to leave."""
+
+    log: list[Operation] = field(default_factory=list)
+    begun: list[tuple[int, int | None, int | None]] = field(default_factory=list)  # operation, version, waiting images
+    ended: list[tuple[int, int | None, int | None]] = field(default_factory=list)
+
+    def allowed(self, number: int) -> tuple[list[int | None], list[int | None]]:
+        """The versions and the waiting images that a disk may hold before an operation, the certain ones first."""
+        end = max((at for at, *_ in self.ended if at <= number), default=0)
+        last = [(v, w) for at, v, w in self.ended if at <= number][-1:] or [(None, None)]
+        since = [(v, w) for at, v, w in self.begun if end <= at <= number]
+        versions, waiting = zip(*last, *since, strict=True)
+        return list(versions), list(waiting)
+
+
 def _one_history(tally: Tally, draw: random.Random, cases: int, place: Path) -> None:
-    """Commits of changing numbers of tasks, some of them killed, in a directory that does not exist at first."""
+    """Commits, undos and the like, some of them killed, in a directory that does not exist at first."""
     root, disk_at = place / "written", place / "found"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
-    log: list[Operation] = []
-    ends: dict[int, int] = {}  # the number of operations when a commit returned, by version
-    begins: dict[int, int] = {}
-    sizes = [draw.randint(1, 3) for _ in range(4)]
-    for version, tasks in enumerate(sizes, start=1):
-        begins[version] = len(log)
-        store, stop = ModelStore(root / "a" / "model"), draw.choice((0, 0, draw.randint(1, 60)))
-        with suppress(Killed), watching(Countdown(stop, _kill), log.append):
-            with store.writing():
-                store.commit(*bare(version, tasks))
-            ends[version] = len(log)
+    history, store = History(), ModelStore(root / "a" / "model")
+    for number in range(1, STEPS + 1):
+        stop = draw.choice((0, 0, draw.randint(1, 60)))
+        step, version, waiting = _step(draw, store, number)
+        history.begun.append((len(history.log), version, waiting))
+        with suppress(Killed), watching(Countdown(stop, _kill), history.log.append):
+            step()
+            history.ended.append((len(history.log), version, waiting))
     disk = Disk(root)
-    for number, operation in enumerate([*log, Operation("end", "")]):
-        returned = max((version for version, end in ends.items() if end <= number), default=None)
-        begun = max(version for version, begin in begins.items() if begin <= number)
-        allowed = (returned, *range((returned or 0) + 1, begun + 1))
+    for number, operation in enumerate([*history.log, Operation("end", "")]):
         for tree in disk.possible(draw, max(2, min(SUBSETS, cases // HISTORY))):
-            _check(tally, tree, disk_at, allowed, f"operation {number} of {sizes}")
+            _check(tally, tree, disk_at, *history.allowed(number), f"operation {number}")
             if tally.cases >= cases:
                 return
         disk.apply(operation)
+
+
+def _step(draw: random.Random, store: ModelStore, number: int) -> tuple[Callable[[], None], int | None, int | None]:
+    """Something to do to the model, with the version and the waiting images that it leaves."""
+    now = version_of(store.path)
+    waiting = waiting_in(store)
+    older = {version: store.header(version)["seed"] for version in map(int, store.header()["older"])} if now else {}
+    kind = draw.random()
+    if older and kind < 0.3:
+        version = draw.choice(sorted(older))
+        return lambda: store.go_back(version, KEPT, {"same_as": version}), older[version], waiting
+    if older and kind < 0.4:
+        return lambda: store.prune(draw.randint(0, 1), {}), now, waiting
+    if now and kind < 0.55:
+        return lambda: _wait(store, number), now, number
+    return lambda: _commit(store, number, draw.randint(1, 3)), number, waiting
+
+
+def _commit(store: ModelStore, version: int, tasks: int) -> None:
+    with store.writing():
+        store.commit(*bare(version, tasks), keep=KEPT)
+
+
+def _wait(store: ModelStore, number: int) -> None:
+    with store.existing():
+        store.write_waiting({"n": torch.tensor([number])})
+
+
+def waiting_in(store: ModelStore) -> int | None:
+    """The number in place of waiting images."""
+    return next((int(tensor) for tensor in store.read_waiting().values()), None) if store.path.exists() else None
 
 
 def _kill(operation: Operation) -> None:
@@ -175,7 +221,12 @@ def _kill(operation: Operation) -> None:
 
 
 def _check(
-    tally: Tally, tree: list[tuple[str, bytes | None]], place: Path, allowed: tuple[int | None, ...], where: str
+    tally: Tally,
+    tree: list[tuple[str, bytes | None]],
+    place: Path,
+    versions: list[int | None],
+    waiting: list[int | None],
+    where: str,
 ) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -185,17 +236,18 @@ def _check(
         else:
             (place / path).parent.mkdir(parents=True, exist_ok=True)
             (place / path).write_bytes(content)
+    store = ModelStore(place / "a" / "model")
     try:
-        found = version_of(place / "a" / "model")
-        if found not in allowed:
-            tally.fail(f"{where}: version {found}, not one of {allowed}")
+        found = version_of(store.path)
+        if found not in versions or waiting_in(store) not in waiting:
+            tally.fail(f"{where}: version {found}, not one of {versions}, or other images wait than {waiting}")
             return
+        for older in store.header()["older"] if found else ():
+            store.read(int(older))  # what is listed can be gone back to
         if tally.cases % 16 == 0:  # the next writer cleans up and commits
-            store = ModelStore(place / "a" / "model")
-            with store.writing():
-                store.commit(*bare(99, 1))
+            _commit(store, 99, 1)
             assert version_of(store.path) == 99
     except (TplError, AssertionError, OSError) as error:
         tally.fail(f"{where}: {error}")
         return
-    tally.counts["before" if found == allowed[0] else "after"] += 1
+    tally.counts["before" if found == versions[0] else "after"] += 1

@@ -34,6 +34,7 @@ from tpl import Learner
 
 TOKEN = "a-token-for-the-torture"
 CLOSE = 0.002  # a batch of another size rounds differently
+ROUNDS = 100  # tasks sent, at most
 
 
 def png(pixels: Any) -> bytes:
@@ -116,16 +117,19 @@ class Client(threading.Thread):
         self.body, self.headers = form("files", probe)
         self.answers: list[dict[str, Any]] = []
         self.others: list[str] = []
+        self.slowest = 0.0  # seconds
 
     def run(self) -> None:
         """Ask until told to stop."""
         while not self.stop.is_set():
+            asked = time.monotonic()
             try:
                 status, content, headers = self.server.ask("POST", "/predict?top=1000", self.body, self.headers)
             except OSError:
                 self.others.append("no connection")  # the server was killed
                 time.sleep(0.2)
                 continue
+            self.slowest = max(self.slowest, time.monotonic() - asked)
             time.sleep(0.05)
             if status == 200:
                 self.answers.append(content["answers"][0])
@@ -170,7 +174,11 @@ class Nuisance(threading.Thread):
 
 
 def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int = 8) -> Tally:
-    """Serve, learn, kill and ask for some seconds; `cases` is not used: each answer is one."""
+    """Serve, learn, kill and ask for some seconds; `cases` is not used: each answer is one.
+
+    In the last third the server itself is not killed, only those who learn, and in the last sixth nobody learns: its
+    memory is measured over these times.
+    """
     tally, draw = Tally("a server that learns", seed), random.Random(seed)
     images = kill._digits()
     model, probe = place / "model", images[0][0]
@@ -178,33 +186,43 @@ def run(seed: int, cases: int, place: Path, seconds: float = 60.0, clients: int 
     learner.learn(images[0] + images[1], ["zero"] * 6 + ["one"] * 6).save(model)
     server, stop = Server(model, place / "log"), threading.Event()
     server.start()
-    versions, slope = {2: Path(shutil.copytree(model, place / "version-2"))}, []
+    versions, slope, rest = {2: Path(shutil.copytree(model, place / "version-2"))}, [], []
     askers = [Client(server, png(probe), stop) for _ in range(clients)]
     nuisances = [Nuisance(server, f"{seed} {n}", stop) for n in range(2)]
     began, rounds, kills = time.monotonic(), 0, 0
     for thread in (*askers, *nuisances):
         thread.start()
     try:
-        while time.monotonic() - began < seconds:
+        while (now := time.monotonic() - began) < seconds * 5 / 6:
             rounds += 1
-            slope += [(time.monotonic() - began, server.memory(), server.starts)]
+            slope += [(now, server.memory(), server.starts)]
+            begun = time.monotonic()
             classes = {f"r{rounds}a": images[2 + rounds % 4], f"r{rounds}b": images[3 + rounds % 4]}
             fate = ("finish", "kill server", "finish", "kill worker")[rounds % 4 - 1]
-            kills += _learn(server, classes, fate, draw)
+            steady = begun - began > seconds * 2 / 3
+            kills += _learn(server, classes, "kill worker" if steady and fate == "kill server" else fate, draw)
             _keep_version(model, place, versions)
-        time.sleep(1)
+            time.sleep(max(0.0, seconds / ROUNDS - (time.monotonic() - begun)))
+        while (now := time.monotonic() - began) < seconds:
+            rest += [(now, server.memory())]
+            time.sleep(1)
     finally:
         stop.set()
         for thread in (*askers, *nuisances):
             thread.join(70)
         server.kill()
-    _judge(tally, askers, {n: Learner.load(path, device="cpu") for n, path in versions.items()}, probe)
-    tally.notes |= {"versions": len(versions), "kills": kills, "bad requests": sum(n.sent for n in nuisances)}
+    _judge(tally, askers, versions, probe)
+    tally.notes |= {"clients": clients, "versions": len(versions), "kills": kills}
+    tally.notes |= {"bad requests": sum(n.sent for n in nuisances), "starts": server.starts}
+    tally.notes["slowest answer in s"] = round(max(asker.slowest for asker in askers), 1)
     tally.notes["bytes of log"] = server.log.stat().st_size
     same = [(at, mib) for at, mib, starts in slope if starts == server.starts]
-    if len(same) > 2:
-        times, sizes = (np.array(column) for column in zip(*same, strict=True))
-        tally.notes["MiB a minute since the last start"] = round(float(np.polyfit(times, sizes, 1)[0]) * 60, 1)
+    for when, measured in (("learning", same), ("at rest", rest)):
+        if len(measured) > 2:
+            times, sizes = (np.array(column) for column in zip(*measured, strict=True))
+            rate = float(np.polyfit(times, sizes, 1)[0]) * 60
+            text = f"{sizes[0]:.0f} to {sizes[-1]:.0f} MiB in {(times[-1] - times[0]) / 60:.1f} min, {rate:+.2f} a min"
+            tally.notes[f"memory {when}"] = text
     return tally
 
 
@@ -258,11 +276,11 @@ def _keep_version(model: Path, place: Path, versions: dict[int, Path]) -> None:
         versions[count] = Path(shutil.copytree(model, place / f"version-{count}"))
 
 
-def _judge(tally: Tally, clients: list[Client], versions: dict[int, Learner], probe: Any) -> None:
-    wanted = {
-        count: dict(zip(learner.classes_, learner.predict_proba([probe])[0].tolist(), strict=True))
-        for count, learner in versions.items()
-    }
+def _judge(tally: Tally, clients: list[Client], versions: dict[int, Path], probe: Any) -> None:
+    wanted = {}
+    for count, path in versions.items():
+        learner = Learner.load(path, device="cpu")
+        wanted[count] = dict(zip(learner.classes_, learner.predict_proba([probe])[0].tolist(), strict=True))
     for client in clients:
         last = 0
         for answer in client.answers:

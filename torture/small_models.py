@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import shutil
 import sys
@@ -37,21 +38,33 @@ kill = load_module(ROOT / "benchmarks" / "kill.py")  # judges models after a kil
 ENCODER: str = load_module(ROOT / "tests" / "small_encoder.py").SMALL_VIT  # random weights: quick
 
 
-_TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")  # deleted at the end of the process
+_TEMPLATES = tempfile.TemporaryDirectory(prefix="tpl-torture-")
+atexit.register(_TEMPLATES.cleanup)
 
 
-def learned(path: Path, method: str = "tpl") -> None:
+def learned(path: Path, method: str = "tpl", **options: Any) -> None:
     """A model of two tasks, stored at `path`; each method learns once in a process."""
-    template = Path(_TEMPLATES.name) / method
+    template = Path(_TEMPLATES.name) / "-".join([method, *options])
     if not template.exists():
-        images = kill._digits()
-        known = {field.name for field in fields(find_method(method).config_class)}
-        learner = Learner(method, ENCODER, device="cpu", **{k: v for k, v in SMALL.items() if k in known})
+        learner, images = new_learner(method, **options), kill._digits()
         for number, names in enumerate((("zero", "one"), ("two", "three"))):
             pictures = images[2 * number] + images[2 * number + 1]
             learner.learn(pictures, [name for name in names for _ in range(6)], name=f"task {number}", held_out=0.2)
         learner.save(template)
     shutil.copytree(template, path)
+
+
+def apart(path: Path, method: str = "tpl") -> None:
+    """A model of one other task, trained apart from that of `learned`."""
+    images = kill._digits()
+    new_learner(method).learn(images[4] + images[5], ["eight"] * 6 + ["nine"] * 6, name="apart").save(path)
+
+
+def new_learner(method: str, **options: Any) -> Learner:
+    """A small learner that has learned nothing yet."""
+    known = {field.name for field in fields(find_method(method).config_class)}
+    small = {name: value for name, value in SMALL.items() if name in known}
+    return Learner(method, ENCODER, device="cpu", **(small | options))
 
 
 def probes() -> list[Any]:
@@ -71,7 +84,7 @@ def changes() -> dict[str, Callable[[Learner], object]]:
     return {
         "learn": lambda learner: learner.learn(task, held_out=0.2),
         "update": lambda learner: learner.update(images[6], ["two"] * 6),
-        "remove": lambda learner: learner.remove("one"),
+        "remove": lambda learner: learner.remove("three"),
         "rename": lambda learner: learner.rename("two", "deux"),
     }
 
@@ -95,10 +108,12 @@ def bare(version: int, tasks: int) -> Commit:
 
 def version_of(path: Path | str) -> int | None:
     """Which version of `bare` a directory holds; None for no model. AssertionError if it mixes versions."""
-    store = ModelStore(path)
-    if not store.exists():
-        return None
-    header, state, memory = store.read()
+    return numbered(path)[1] if ModelStore(path).exists() else None
+
+
+def numbered(path: Path | str) -> tuple[int, int]:
+    """The number of commits of a directory, and which version of `bare` it holds."""
+    header, state, memory = ModelStore(path).read()
     found = {header["seed"], int(state.shared["n"]), int(memory["n"]), int(state.tasks[-1]["n"])}
     assert len(found) == 1 and [int(own["n"]) for own in state.tasks[:-1]] == list(range(len(state.tasks) - 1)), found
-    return int(header["seed"])
+    return int(header["commits"]), int(header["seed"])

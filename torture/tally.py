@@ -13,6 +13,8 @@ from typing import Any
 
 SECONDS, MEBIBYTES = 10.0, 512  # the most that any input may cost
 
+SHOWN = 20  # broken promises of a part that are printed
+
 
 class TooSlow(Exception):
     """A case takes more time than any case may."""
@@ -35,9 +37,11 @@ class Tally:
         return sum(self.counts.values())
 
     def fail(self, case: str) -> None:
-        """Note a case in which a promise was broken."""
+        """Note a case in which a promise was broken; the first ones are printed at once."""
         self.counts["BROKEN"] += 1
         self.failures.append(case)
+        if len(self.failures) <= SHOWN:
+            print(f"BROKEN: {self.name}, seed {self.seed}: {case}", flush=True)
 
     def line(self) -> str:
         """The result in one line."""

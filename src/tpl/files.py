@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -61,6 +62,16 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         sync_folder(folder.parent)
+
+
+def sync_parents(path: Path) -> None:
+    """Make a folder and all those it lies in on its disk survive a power cut, whoever made them."""
+    disk = path.stat().st_dev
+    for folder in path.resolve().parents:
+        if folder.stat().st_dev != disk:
+            break
+        with suppress(PermissionError):  # somebody else's folder, which is older than the model
+            sync_folder(folder)
 
 
 def partial_path(path: Path) -> Path:

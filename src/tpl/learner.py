@@ -87,13 +87,14 @@ class Learner:
         self.preset = ""  # of the command that made the model: how it goes on
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
         self._erases = False  # whether a class was removed, so that the next commit deletes older versions
+        self._loaded: Path | None = None  # the directory this model was read from, whoever wrote it
 
     def instead(self, method: str, **options: Any) -> Self:
         """A learner without tasks: another method on the same encoder, device and seed."""
         other, own, found = copy.copy(self), self.method, find_method(method)
         other.method = found(own.encoder, found.config_class.parse(options), own.compute, own.seed)
         other.waiting_, other.outcome_ = Waiting(other.method), {}
-        other._entries, other.effect_, other._origin = [], None, None
+        other._entries, other.effect_, other._origin, other._loaded = [], None, None, None
         return other
 
     # What was learned
@@ -254,6 +255,13 @@ class Learner:
         task, known = self._by_novelty(self._as_task(images, labels, name))
         check_stored_names("class", task.classes)
         check_stored_names("task", [task.name])
+        with _damage_reported(self):
+            return self._learn(task, known, images, held_out, callback, source)
+
+    def _learn(
+        self, task: Task, known: Task | None, images: Given, held_out: float, callback: Callback, source: str
+    ) -> Self:
+        """Learn a task of new classes, and update the `known` ones if there are any."""
         source = source or (str(images) if isinstance(images, (str, Path)) else "")
         source = source.encode(errors="replace").decode()[-MAX_SOURCE:]  # a path may hold bytes that are no text
         if known is None:
@@ -344,7 +352,8 @@ class Learner:
         count = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another seed at each update
         train, rest = hold_out(task, 0.0 if self.method.leaves_one_out else held_out, [self.method.seed, count])
         held = self.method.samples_of(rest, no_callback)
-        self.method.update(replace(task, train=train, test=None), held, callback)
+        with _damage_reported(self):
+            self.method.update(replace(task, train=train, test=None), held, callback)
         counts = [class_counts(part, len(task.classes)) for part in (train, rest)]
         trained, apart = (dict(zip(task.classes, numbers, strict=True)) for numbers in counts)
         self._entries = [
@@ -428,7 +437,8 @@ class Learner:
         as other tasks may share them.
         """
         entries = [entry.without(name) for entry in self._task_entries()]
-        self.method.remove(name)
+        with _damage_reported(self):
+            self.method.remove(name)
         self._entries = [entry for entry in entries if entry.classes]
         self.waiting_.drop([name])
         self._erases = True
@@ -457,7 +467,8 @@ class Learner:
             name = _unused(entry.name, names)
             names.add(name)
             entries.append(replace(entry, name=name))
-        how = merge(self.method, other.method, estimate)
+        with _damage_reported(self, other):
+            how = merge(self.method, other.method, estimate)
         self._entries = entries
         return how
 
@@ -557,7 +568,7 @@ class Learner:
                 "it from a backup."
             ) from error
         commits = header["commits"] if version is None else store.header()["commits"]
-        learner._origin = store.path.resolve(), int(commits)
+        learner._origin, learner._loaded = (store.path.resolve(), int(commits)), store.path
         return learner
 
     @classmethod
@@ -622,6 +633,21 @@ class Learner:
 
 
 load = Learner.load
+
+
+@contextmanager
+def _damage_reported(*learners: Learner) -> Iterator[None]:
+    """Report as damage what fails inside a method of a model from disk: some tensors are used first when it learns."""
+    try:
+        yield
+    except (AssertionError, AttributeError, LookupError, RuntimeError) as error:
+        places = [str(each._loaded) for each in learners if each._loaded is not None]
+        if not places or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise StoreError(
+            f"{' or '.join(places)} may be damaged: its tensors do not fit each other ({type(error).__name__}: "
+            f"{error}). Restore it from a backup; if it is undamaged, this is an error of the program."
+        ) from error
 
 
 def learn_side_by_side(

@@ -40,7 +40,7 @@ from safetensors import SafetensorError
 
 from tpl.blocks import from_blocks, in_blocks
 from tpl.errors import TplError
-from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, write_synced
+from tpl.files import make_folder, partial_path, replace_atomically, sha256_of, sync_folder, sync_parents, write_synced
 from tpl.header import MEMORY, SEAL, SHARED, check_header, files_of, parts_of, seal_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and reading the header needs none of it
@@ -231,6 +231,8 @@ class ModelStore:
         complete = header | {"tasks": tasks, "parts": places, "newest": newest}
         try:
             written = self._write_folder(newest, parts)
+            if not old["commits"]:
+                sync_parents(self.path)  # a writer that was killed may have made them
             wanted = {*files, *itertools.chain.from_iterable(places.values())}
             checked = (old.get("files") or {}) | {f: checksum for checksum, fs in known.items() for f in fs} | written
             sums = {file: checked.get(file) or sha256_of(self.path / file) for file in wanted}
@@ -244,6 +246,10 @@ class ModelStore:
             raise StoreError(
                 f"The model in {self.path} could not be updated ({_reason(error)}); it is as it was."
             ) from error
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Make a new header survive a power cut, then delete what only the old one needed."""
         try:
             sync_folder(self.path)
         except OSError as error:  # the old model's files stay, in case that a power cut brings its header back
@@ -264,7 +270,7 @@ class ModelStore:
                 self._replace_header(wanted | more, old, keep)
             except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
-            self._delete_unused()
+            self._confirm()
 
     def prune(self, keep: int, more: dict[str, Any]) -> None:
         """Delete all older versions but the newest `keep`. `more` is for the header."""
@@ -275,7 +281,7 @@ class ModelStore:
                 replace_atomically(self.header_file, _sealed(complete), synced=False)
             except (OSError, ValueError) as error:
                 raise StoreError(f"{self.path} could not be changed ({_reason(error)}); it is as it was.") from error
-            self._delete_unused()
+            self._confirm()
 
     def _replace_header(self, header: dict[str, Any], old: dict[str, Any], keep: int) -> None:
         """Commit: write the old header as that of an older version, if it is kept, and replace `model.json`."""
@@ -287,6 +293,7 @@ class ModelStore:
             replace_atomically(self.path / f"versions/{old['commits']}.json", content)
             older[old["commits"]] = hashlib.sha256(content).hexdigest()
         complete = {"schema": SCHEMA} | header | {"commits": old["commits"] + 1, "older": _newest(older, keep)}
+        sync_folder(self.path)  # folders in it may have been made by a writer that was killed
         replace_atomically(self.header_file, _sealed(complete), synced=False)
 
     def _kept(self, header: dict[str, Any]) -> dict[int, str]:
@@ -468,8 +475,9 @@ class ModelStore:
             sync_folder(self.path)  # a header that is not on disk yet must not outlive the files of the one before
         except (StoreError, OSError):
             return  # without readable headers nothing is known to be superfluous
-        with suppress(OSError):
-            partial_path(self.header_file).unlink(missing_ok=True)
+        for leftover in (self.header_file, self.path / WAITING):
+            with suppress(OSError):
+                partial_path(leftover).unlink(missing_ok=True)
         with suppress(OSError):
             versions = self.path / "versions"
             for file in versions.iterdir() if versions.is_dir() else ():

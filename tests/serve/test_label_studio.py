@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.request import OpenerDirector
 
 import pytest
 from fastapi.testclient import TestClient
@@ -17,6 +19,7 @@ from fastapi.testclient import TestClient
 from conftest import HOSTS, KEY, TOKEN, Opener, digit
 from tpl import Learner
 from tpl.errors import TplError
+from tpl.serve import label_studio
 from tpl.serve.errors import Refusal
 from tpl.serve.label_studio import FEWEST, MAX_TASKS, Labelling, LabelStudio
 from tpl.serve.security import Access
@@ -161,6 +164,7 @@ def test_only_choices_of_the_project_are_predicted(backend: TestClient) -> None:
         "/missing.png",
         "data:image/png;base64,*",
         "data:image/png;base64,AAAA",
+        "http://[::1",
         None,
         {"a": 1},
     ],
@@ -184,6 +188,33 @@ def test_a_file_over_the_limit_is_not_read(studio: Played) -> None:
     with pytest.raises(Refusal) as refusal:
         LabelStudio(f"{studio.url}/").read("/big.png", 100)
     assert refusal.value.status == 413
+
+
+def test_an_answer_that_trickles_is_given_up(studio: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_studio, "SECONDS", 0.05)
+
+    class Slow(io.BytesIO):
+        def read1(self, size: int | None = -1) -> bytes:
+            time.sleep(0.02)
+            return b"x"
+
+    monkeypatch.setattr(OpenerDirector, "open", lambda *_, **__: Slow())
+    with pytest.raises(Refusal, match="more than 0.05 seconds"):
+        LabelStudio(f"{studio.url}/").read("/a.png", 1000)
+
+
+@pytest.mark.parametrize("address", ["/a\ud800.png", "http://[::1", "http://[x]y/"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        LabelStudio("http://studio.test/").read(address, 100)
+    assert refusal.value.status == 422
+
+
+def test_a_refusal_repeats_only_the_beginning_of_what_was_sent(studio: Played) -> None:
+    for address in ("data:" + "x" * 10_000 + ";base64,*", "data:" + "x" * 10_000, "http://elsewhere/" + "x" * 10_000):
+        with pytest.raises(Refusal) as refusal:
+            LabelStudio(f"{studio.url}/").read(address, 100)
+        assert len(str(refusal.value)) < 400
 
 
 def test_messages_need_the_token(backend: TestClient) -> None:
@@ -212,6 +243,8 @@ def test_health_of_an_open_server_needs_the_token(opened: Opener) -> None:
         (b"{}", "text/plain", 415),
         (b'{"schema": 3}', "application/json", 422),
         (b'{"schema": "<View>"}', "application/json", 422),
+        (b'{"schema": "\\ud800"}', "application/json", 422),
+        (b"[" + b"[]," * 1_000_001 + b"[]]", "application/json", 413),
         (b'{"schema": "<!DOCTYPE a [<!ENTITY b \\"c\\">]><View/>"}', "application/json", 422),
     ],
 )
@@ -277,6 +310,24 @@ def test_a_choice_that_is_no_folder_name_is_refused(backend: TestClient, studio:
         studio.annotate("../up", digit(9, i))
     answer = post(backend, "webhook", {"action": "START_TRAINING", "project": PROJECT})
     assert answer.status_code == 422 and "../up" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 2000, " "], ids=["no text", "too long", "empty"])
+def test_a_choice_that_cannot_be_stored_is_refused(backend: TestClient, studio: Played, name: str) -> None:
+    for i in range(FEWEST):
+        studio.annotate(name, digit(9, i))
+    answer = post(backend, "webhook", {"action": "START_TRAINING", "project": PROJECT})
+    assert answer.status_code == 409 and "class" in answer.json()["error"]
+
+
+def test_a_very_long_address_makes_no_long_file_name(backend: TestClient, studio: Played) -> None:
+    for i in range(FEWEST):
+        studio.annotate("seven", digit(7, i))
+        path = f"/data/{'x' * 70_000}{i}.png"
+        studio.files[path] = digit(7, i)
+        studio.tasks[-1]["data"]["image"] = path
+    answer = post(backend, "webhook", {"action": "START_TRAINING", "project": PROJECT})
+    assert answer.status_code in (201, 422)  # Python's own server refuses such an address, others may not
 
 
 def test_a_read_only_server_does_not_train(opened: Opener, studio: Played) -> None:

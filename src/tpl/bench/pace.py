@@ -22,7 +22,7 @@ class Pace:
         """The share of the run that is done, by training images."""
         images, task, epochs = self.images, self.task, self.epochs  # another thread may change them meanwhile
         now = images[task] * self.epoch / epochs if epochs and task < len(images) else 0
-        return (sum(images[:task]) + now) / sum(images) if images else 0.0
+        return (sum(images[:task]) + now) / sum(images) if sum(images) else 0.0
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds that the rest takes at the speed so far; None before the first epoch."""

@@ -94,6 +94,30 @@ class Results(_Open):
     class_accuracy: list[list[Share | None]] | None = None
 
 
+class EventLine(_Open):
+    """A line of events.jsonl; what an event of another kind says is not looked at."""
+
+    kind: Text
+    time: Number
+    images: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field([], max_length=100_000)
+    learned: Count = 0
+    epoch: Count = 0
+    epochs: Count = 0
+    stage: Count = 0
+
+
+class PlannedRun(BaseModel):
+    """One run in a suite's suite.json; its directory lies in the suite's own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: Text
+    benchmark: Text
+    order: Text
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    directory: Annotated[str, Field(pattern=r"^[^/\\\\\x00]{1,255}$")]
+
+
 def read_run_file(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
     """The content of a run's file; ValueError, naming the first wrong key, unless it fits the schema."""
     try:

@@ -23,9 +23,10 @@ from tpl.bench.engines import Engine, Job, JobEvent
 from tpl.bench.engines import base as events
 from tpl.bench.pace import Pace
 from tpl.bench.results import RunResult, is_held
+from tpl.bench.run_files import MAX_BYTES, EventLine, PlannedRun
 from tpl.bench.suite import Suite
 from tpl.errors import TplError
-from tpl.files import replace_atomically
+from tpl.files import read_bounded, replace_atomically
 from tpl.store import ModelStore
 
 if TYPE_CHECKING:  # `tpl suite status` needs no torch
@@ -244,9 +245,9 @@ def read_states(out: Path) -> list[RunState]:
     if not out.is_dir():
         raise TplError(f"There is no directory {out}; name the --out of a suite.")
     try:
-        planned = _read(out / PLAN).get("runs", [])
-        states = [RunState(**{**run, "directory": out / run["directory"]}) for run in planned]
-    except (TypeError, KeyError):
+        planned = [PlannedRun.model_validate(run) for run in _read(out / PLAN).get("runs", [])]
+        states = [RunState(**{**run.model_dump(), "directory": out / run.directory}) for run in planned]
+    except (TypeError, ValueError):
         raise TplError(f"{out / PLAN} was not written by a suite; remove it: the runs are found without.") from None
     known = {state.directory for state in states}
     others = [file.parent for file in sorted(out.glob("*/run.json")) if file.parent not in known]
@@ -262,7 +263,8 @@ def _described(place: Path) -> RunState:
     """A run that is not in suite.json, by its run.json."""
     what = _read(place / "run.json")
     method, benchmark, order = (str(what.get(key, "?")) for key in ("method", "benchmark", "order"))
-    return RunState(method, benchmark, order, int(what.get("seed", 0)), place)
+    seed = what.get("seed")
+    return RunState(method, benchmark, order, seed if isinstance(seed, int) else 0, place)
 
 
 def _look(state: RunState) -> None:
@@ -282,16 +284,16 @@ def _look(state: RunState) -> None:
 
 
 def _newest_events(place: Path) -> list[dict[str, Any]]:
-    """The events of the newest process that worked on a run. An incomplete last line is left out."""
+    """The events of the newest process that worked on a run. An incomplete or damaged line is left out."""
     try:
-        lines = (place / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(place / "events.jsonl", MAX_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
     found: list[dict[str, Any]] = []
     for line in lines:
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = EventLine.model_validate(json.loads(line)).model_dump()
+        except (ValueError, RecursionError):
             continue
         found = [event] if event["kind"] == "run" else [*found, event] if event["kind"] in ("epoch", "stage") else found
     return found
@@ -299,7 +301,7 @@ def _newest_events(place: Path) -> list[dict[str, Any]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_bounded(file, MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -83,7 +83,7 @@ def read_run(folder: Path) -> FoundRun:
     result = RunResult.read(folder)
     description = result.description
     missing = [key for key in _REQUIRED if key not in description]
-    if missing or "name" not in description["encoder"] or "cil" not in result.matrices:
+    if missing or "name" not in (description["encoder"] or {}) or "cil" not in result.matrices:
         raise TplError(f"{folder} holds no finished run (run.json lacks {', '.join(missing) or 'a name or a matrix'}).")
     if not _same_tasks(result):
         raise TplError(f"{folder} holds no finished run (results.json has other tasks than run.json).")

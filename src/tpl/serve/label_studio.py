@@ -14,6 +14,7 @@ import io
 import json
 import os
 import tempfile
+import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -30,6 +31,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from tpl.errors import TplError
+from tpl.learner import check_stored_names
 from tpl.serve.errors import Refusal, log
 from tpl.serve.security import LABEL_STUDIO
 from tpl.serve.server import Server
@@ -37,12 +39,16 @@ from tpl.serve.uploads import CLIENT_LEFT, MIB, Limits, check_request
 from tpl.stream import is_image_name
 
 MAX_MESSAGE = 32 * MIB  # bytes of JSON; images usually come by address
+MAX_EXPORT = 64 * MIB  # bytes of a project's annotations
+MAX_VALUES = 2_000_000  # in JSON: each takes far more memory than it has bytes
 MAX_CONFIG = MIB  # characters of a labelling configuration
+MAX_SHOWN = 10  # classes in a message
 MAX_TASKS = 1000  # in one request
 AT_ONCE = 4  # images of a request in memory at the same time: not more bytes than an upload may have
 READERS = 2  # requests that read images at the same time
 FEWEST = 5  # annotated images that a new class needs
-SECONDS = 20.0  # for one answer of Label Studio
+SECONDS = 20.0  # for one answer of Label Studio, all of it
+CHUNK = 64 << 10  # bytes of an answer read at a time
 START = "START_TRAINING"
 ANNOTATED = ("ANNOTATION_CREATED", "ANNOTATION_UPDATED", "ANNOTATION_DELETED")
 TOKEN_VARIABLE = "LABEL_STUDIO_API_KEY"
@@ -75,7 +81,11 @@ class LabelStudio:
         """The content of a `data:` URL, or of an address of this Label Studio, of at most so many bytes."""
         if address.startswith("data:"):
             return _data_of(address, most)
-        full = quote(urljoin(self.url, address.lstrip("/")), safe="%/:=&?~#+!$,;'@()*[]")
+        try:
+            full = quote(urljoin(self.url, address.lstrip("/")), safe="%/:=&?~#+!$,;'@()*[]")
+            urlsplit(full)
+        except ValueError as error:  # no text in UTF-8, or brackets that are not closed
+            raise Refusal(422, f"{address[:200]!r} is no address ({error}).") from error
         if not full.startswith(self.url):
             raise Refusal(
                 422, f"{address[:200]!r} is not an address of Label Studio ({self.url}): nothing is read there."
@@ -84,7 +94,7 @@ class LabelStudio:
         opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
         try:
             with closing(opener.open(request, timeout=SECONDS)) as answer:
-                content: bytes = answer.read(most + 1)
+                content = _all_of(answer, most)
         except urllib.error.HTTPError as error:
             error.close()
             hint = f" Is {TOKEN_VARIABLE} set?" if error.code in (401, 403) else ""
@@ -96,14 +106,26 @@ class LabelStudio:
         return content
 
 
+def _all_of(answer: Any, most: int) -> bytes:
+    """The bytes of an answer, up to one more than `most`; TimeoutError if they come too slowly."""
+    parts, total, end = [], 0, time.monotonic() + SECONDS
+    while total <= most and (part := answer.read1(min(CHUNK, most + 1 - total))):
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes more than {SECONDS:g} seconds")
+        parts.append(part)
+        total += len(part)
+    return b"".join(parts)
+
+
 def _data_of(address: str, most: int) -> bytes:
     head, comma, body = address.partition(",")
+    shown = head[:100]
     try:
         content = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
     except (binascii.Error, ValueError) as error:
-        raise Refusal(422, f"The data: URL {head!r} cannot be decoded ({error}).") from error
+        raise Refusal(422, f"The data: URL {shown!r} cannot be decoded ({error}).") from error
     if not comma or len(content) > most:
-        raise Refusal(413, f"The data: URL {head!r} is empty or larger than {most // MIB} MiB.")
+        raise Refusal(413, f"The data: URL {shown!r} is empty or larger than {most // MIB} MiB.")
     return content
 
 
@@ -123,7 +145,7 @@ class Labelling:
             raise Refusal(422, "The labelling configuration is not XML of at most a million characters.")
         try:
             root = ElementTree.fromstring(config)
-        except (ElementTree.ParseError, RecursionError) as error:
+        except (ElementTree.ParseError, RecursionError, ValueError) as error:  # a ValueError for what is no UTF-8
             raise Refusal(422, f"The labelling configuration cannot be read ({error}).") from error
         images = {each.get("name"): each.get("value", "") for each in root.iter("Image")}
         for control in root.iter("Choices"):
@@ -183,6 +205,8 @@ async def _message(request: Request) -> dict[str, Any]:
 
 
 def _parsed(content: bytes) -> Any:
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise Refusal(413, f"The JSON has more than {MAX_VALUES} values.")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -284,7 +308,7 @@ async def _predicted(
 
 def _file_name(address: str) -> str:
     """The image's file name, which ends as an image's does."""
-    name = "image.png" if address.startswith("data:") else urlsplit(address).path.rsplit("/", 1)[-1]
+    name = "image.png" if address.startswith("data:") else urlsplit(address).path.rsplit("/", 1)[-1][-100:]
     return name if is_image_name(name) else f"{name or 'image'}.png"
 
 
@@ -294,14 +318,14 @@ def _annotated(server: Server, studio: LabelStudio, project: dict[str, Any]) -> 
     if labelling is None or not isinstance(number, int):
         raise Refusal(422, "The project has no id, or no <Choices> about an <Image>.")
     limits = server.settings.limits
-    exported = _parsed(studio.read(f"api/projects/{quote(str(number))}/export?exportType=JSON", limits.upload))
+    exported = _parsed(studio.read(f"api/projects/{quote(str(number))}/export?exportType=JSON", MAX_EXPORT))
     found: dict[str, list[dict[str, Any]]] = {}
     for task, name in _labels(labelling, exported):
         if name not in server.model.current.task_of_class:
             found.setdefault(name, []).append(task)
     enough = {name: tasks for name, tasks in found.items() if len(tasks) >= FEWEST}
     if not enough:
-        few = ", ".join(f"{name} ({len(tasks)})" for name, tasks in sorted(found.items()))
+        few = ", ".join(f"{name} ({len(tasks)})" for name, tasks in sorted(found.items())[:MAX_SHOWN])
         raise Refusal(
             409,
             f"There is nothing to learn: a new class needs {FEWEST} annotated images; there are: {few or 'none'}.",
@@ -324,6 +348,7 @@ def _labels(labelling: Labelling, exported: object) -> Iterator[tuple[dict[str, 
         except (AttributeError, KeyError, TypeError, IndexError) as error:
             raise Refusal(422, "Label Studio's export is not the JSON that its documentation describes.") from error
         if name is not None:
+            check_stored_names("class", [name])
             yield task, name
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ctypes
+import gc
 import io
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -194,7 +197,18 @@ class CurrentModel:
         with self._loading:
             if self.is_stale():
                 self.current = ServedModel(self.source)
+                give_back_memory()
             return self.current
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def give_back_memory() -> None:
+    """Return the memory of replaced models to the system: glibc keeps it, and a server replaces many of them."""
+    gc.collect()
+    if _trim is not None:
+        _trim(0)
 
 
 def version_of(path: Path) -> tuple[int, int] | None:
