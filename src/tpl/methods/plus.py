@@ -440,7 +440,7 @@ class TPLPlus(TPL):
         if self.config.passes in (ALL, NO_TASK):
             return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
         best = torch.full_like(share, -torch.inf).scatter_reduce_(1, owner.expand_as(expert), expert, "amax")
-        order = best.argsort(dim=1, descending=True, stable=True)
+        _, order = best.sort(dim=1, descending=True)
         ranked = share.gather(1, order)
         if self.config.passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
