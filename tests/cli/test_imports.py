@@ -131,3 +131,14 @@ def test_a_module_that_computes_at_once_is_imported(tmp_path: Path, monkeypatch:
     assert found is sys.modules.pop("tpl.odd") and found.ROWS == [0, 1, 2] and found.summary == "odd"
     with pytest.raises(TypeError):
         list(StandIn())  # type: ignore[call-overload]
+
+
+def test_outlines_leave_no_stand_in_among_the_filters_of_warnings() -> None:
+    """Any later warning would fail there: `torch.compile` gives some."""
+    program = (
+        "import warnings; from tpl.outline import method_outlines, outline; method_outlines(); "
+        "outline('tpl.stream.decoding'); warnings.warn('later'); "
+        "assert all(isinstance(entry[2], type) for entry in warnings.filters), warnings.filters"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
