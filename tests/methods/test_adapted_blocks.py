@@ -297,6 +297,20 @@ def test_tokens_are_in_the_computer_s_memory_where_the_device_is_full(monkeypatc
     assert with_tokens([job]) is None
 
 
+def test_free_memory_where_the_system_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "meminfo"
+    monkeypatch.setattr(compute, "MEMORY_INFO", info)
+    monkeypatch.setattr(compute, "CONTROL_GROUP", tmp_path)
+    usual = compute.free_host_memory()
+    assert usual > 0
+    for text in ("", "MemAvailable: kB", "no colon"):
+        info.write_text(text)
+        assert compute.free_host_memory() == usual
+    info.unlink()
+    info.mkdir()  # as if it could not be read
+    assert compute.free_host_memory() == usual
+
+
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "meminfo"
     info.write_text("MemTotal:  8000 kB\nMemAvailable:  4000 kB\n")

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -76,12 +76,15 @@ def host_has_room_for(size: int) -> bool:
 
 
 def free_host_memory() -> int:
-    """Bytes of memory that this process may still use: of the computer, or of its control group where that has less."""
+    """Bytes of memory that this process may still use: of the computer, or of its control group where that has less.
+
+    Where the system does not say, half of the computer's memory.
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 2**32
-    if MEMORY_INFO.exists():
+    with suppress(OSError, ValueError, LookupError):
         fields = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
         free = 1024 * int((fields.get("MemAvailable") or fields["MemFree"]).split()[0])
-    if CONTROL_GROUP.joinpath("memory.max").exists():
+    with suppress(OSError, ValueError):
         limit, used = (CONTROL_GROUP.joinpath(f"memory.{name}").read_text().strip() for name in ("max", "current"))
         free = free if limit == "max" else min(free, int(limit) - int(used))
     return free
