@@ -12,7 +12,7 @@ from timm.models.vision_transformer_hybrid import ConvStem
 from torch import Tensor, nn
 
 from tpl.nets import ViTEncoder, create_encoder
-from tpl.nets.compact import CHANNELS, DATA_CONFIG, DEPTH, DIM, HEADS, STRIDES
+from tpl.nets.compact import CHANNELS, DATA_CONFIG, DEPTH, DIM, HEADS, STRIDES, create_compact
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +57,10 @@ def test_gradients_are_timms(pair: tuple[ViTEncoder, ViTEncoder]) -> None:
         encoder(images(), norms, encoder.new_adapters(8, torch.Generator().manual_seed(1)).weights).sum().backward()
         gradients.append(norms.grad)
     assert torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+def test_the_number_of_images_stays_free_in_a_graph() -> None:
+    """An exported model answers any number of images."""
+    free = ({0: torch.export.Dim.DYNAMIC},)
+    traced = torch.export.export(create_compact().eval(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=free)
+    assert traced.module()(torch.zeros(5, 3, 32, 32)).shape == (5, DIM)

@@ -112,7 +112,7 @@ class PlainViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=EPSILON)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
 
     def pool(self, x: Tensor) -> Tensor:
         """The class token."""
