@@ -27,17 +27,10 @@ def make_photos(place: Path) -> None:
     """The folders that the page starts from, as tests/test_walkthrough.py makes them."""
     sys.path.insert(0, str(ROOT / "tests"))
     try:
-        from pictures import photos  # type: ignore[import-not-found,unused-ignore]
+        from pictures import walkthrough  # type: ignore[import-not-found,unused-ignore]
     finally:
         sys.path.pop(0)
-    photos(place / "photos", ["cat", "cow", "dog", "fox"], suffix="jpg")
-    photos(place / "birds", ["hen", "owl"], suffix="jpg")
-    photos(place / "test", ["cat", "cow", "dog", "fox", "hen", "owl"], count=2, seed=1, suffix="jpg")
-    photos(place / "more-cats", ["house cat"], count=5, seed=2, suffix="jpg")
-    (place / "inbox").mkdir()
-    for name in ("cat", "owl"):
-        for file in (photos(place / "new", [name], count=2, seed=3, suffix="jpg") / name).iterdir():
-            file.rename(place / "inbox" / f"{name}-{file.name}")
+    walkthrough(place)
 
 
 def printed(line: str, place: Path) -> str:

@@ -21,3 +21,15 @@ def photos(root: Path, names: Sequence[str], count: int = 10, seed: int = 0, suf
             pixels = rng.normal(0, 18, (48, 40, 3)) + colour + stripes[None, :, None]
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(root / name / f"{i}.{suffix}")
     return root
+
+
+def walkthrough(place: Path) -> None:
+    """The folders that docs/learn.md starts from."""
+    photos(place / "photos", ["cat", "cow", "dog", "fox"], suffix="jpg")
+    photos(place / "birds", ["hen", "owl"], suffix="jpg")
+    photos(place / "test", ["cat", "cow", "dog", "fox", "hen", "owl"], count=2, seed=1, suffix="jpg")
+    photos(place / "more-cats", ["house cat"], count=5, seed=2, suffix="jpg")
+    (place / "inbox").mkdir()
+    for name in ("cat", "owl"):
+        for file in (photos(place / "new", [name], count=2, seed=3, suffix="jpg") / name).iterdir():
+            file.rename(place / "inbox" / f"{name}-{file.name}")

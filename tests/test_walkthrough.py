@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pictures import photos
+from pictures import walkthrough
 from tpl import cli
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn.md").read_text(encoding="utf-8")
@@ -30,14 +30,7 @@ FAST = ["--epochs", "4", "--device", "cpu"]  # the page leaves both to the progr
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folders that the page starts from."""
     tmp_path = tmp_path_factory.mktemp("home")
-    photos(tmp_path / "photos", ["cat", "cow", "dog", "fox"], suffix="jpg")
-    photos(tmp_path / "birds", ["hen", "owl"], suffix="jpg")
-    photos(tmp_path / "test", ["cat", "cow", "dog", "fox", "hen", "owl"], count=2, seed=1, suffix="jpg")
-    photos(tmp_path / "more-cats", ["house cat"], count=5, seed=2, suffix="jpg")
-    (tmp_path / "inbox").mkdir()
-    for name in ("cat", "owl"):
-        for file in (photos(tmp_path / "new", [name], count=2, seed=3, suffix="jpg") / name).iterdir():
-            file.rename(tmp_path / "inbox" / f"{name}-{file.name}")
+    walkthrough(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         yield tmp_path

@@ -32,14 +32,14 @@ def check_encoder(name: str | None, weights: Path | None) -> None:
         return  # a network of somebody's own that cannot be built so: what is wrong with it is found later
     from timm.models.vision_transformer import VisionTransformer
 
-    from tpl.nets.vit import _check_supported
+    from tpl.nets.vit import check_supported
 
     if not isinstance(network, VisionTransformer):
         raise TplError(
             f"'{name}' is a {type(network).__name__}; only ViT and DeiT encoders can carry adapters, such as "
             "vit_tiny_patch16_224."
         )
-    _check_supported(network, name)
+    check_supported(network, name)
 
 
 def _which_fits(weights: Path, found: list[str]) -> str:

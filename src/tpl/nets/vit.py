@@ -57,7 +57,7 @@ class ViTEncoder(Encoder):
         weights: Path | None = None,
     ) -> None:
         super().__init__()
-        _check_supported(vit, name)
+        check_supported(vit, name)
         self.vit = vit
         self.name, self.sha256, self.weights = name, sha256, weights
         self.data_config = data_config  # timm's: input size, mean, std, crop, interpolation
@@ -302,7 +302,7 @@ def hash_tensors(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_supported(vit: VisionTransformer, name: str) -> None:
+def check_supported(vit: VisionTransformer, name: str) -> None:
     """Refuse a network without timm's standard pre-norm blocks, which adapters need."""
     for block in vit.blocks:
         kinds: tuple[Any, ...] = (Block, *of_timm("Block"))
