@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from commands import refusal
 from pictures import photos
-from tpl.cli.encoder import check_encoder, fitting_encoders
+from tpl.cli.encoder import check_weights, fitting_encoders
 from tpl.errors import TplError
 from tpl.nets.compact import WEIGHTS
 
@@ -40,13 +40,17 @@ def _no_download(monkeypatch: pytest.MonkeyPatch) -> None:
         ("vit_tiniest", "no encoder 'vit_tiniest' in timm"),
     ],
 )
-@pytest.mark.parametrize("command", ["learn", "check"])
+@pytest.mark.parametrize("command", ["learn", "check", "run"])
 def test_a_network_that_cannot_be_an_encoder_is_refused_before_a_download(
     name: str, why: str, command: str, tmp_path: Path
 ) -> None:
     data = photos(tmp_path / "photos", ["cat", "dog"], count=2)
-    first = [command, tmp_path / "model", data] if command == "learn" else [command, data]
-    assert why in refusal(*first, "--encoder", name)
+    first = {
+        "learn": [tmp_path / "model", data],
+        "check": [data],
+        "run": ["digits-5t", "--out", tmp_path / "run"],
+    }[command]
+    assert why in refusal(command, *first, "--encoder", name)
     assert not (tmp_path / "model").exists()
 
 
@@ -59,11 +63,11 @@ def test_weights_without_a_name_say_which_encoders_fit(tmp_path: Path) -> None:
     assert f"fits {TINY} (or deit_tiny_patch16_224: the same network" in message
     save_file({"layer.weight": torch.zeros(2)}, file)
     assert "fits no encoder" in refusal("check", data, "--weights", file)
-    check_encoder(TINY, file)  # with a name, the file is checked when it is loaded
+    check_weights(TINY, file)  # with a name, the file is checked when it is loaded
 
 
 def test_weights_of_the_default_encoder_need_no_name() -> None:
-    check_encoder(None, Path(str(WEIGHTS)))
-    check_encoder(None, None)
+    check_weights(None, Path(str(WEIGHTS)))
+    check_weights(None, None)
     with pytest.raises(TplError, match="no weight file"):
-        check_encoder(None, Path("nowhere.safetensors"))
+        check_weights(None, Path("nowhere.safetensors"))

@@ -69,13 +69,13 @@ def _reader(
     """What computes features, and the images that a model stores."""
     from tpl.advice.check import Reference
     from tpl.advice.features import FeatureReader
-    from tpl.cli.encoder import check_encoder
+    from tpl.cli.encoder import check_weights
     from tpl.engine import choose_compute
     from tpl.nets import create_encoder
     from tpl.nets.compact import NAME as COMPACT
 
     if model is None:
-        check_encoder(encoder, weights)
+        check_weights(encoder, weights)
         return FeatureReader(create_encoder(encoder or COMPACT, weights), choose_compute(device, "auto", "auto")), None
     if encoder is not None:
         raise TplError("--model has its own encoder: leave out --encoder.")

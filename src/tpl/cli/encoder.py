@@ -1,12 +1,13 @@
-"""Which encoder a command means: names that cannot work are refused before a download, weight files are recognised."""
+"""Which encoder a weight file fits: the names and shapes of its tensors say so."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpl.errors import TplError
+from tpl.pretraining import COMPACT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,31 +16,10 @@ FAMILIES = ("vit_*", "deit_*")  # of timm, which adapters can be put into
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
 
-def check_encoder(name: str | None, weights: Path | None) -> None:
-    """Refuse a network that cannot be an encoder, and a weight file without the name of its network."""
-    if name is None:
-        if weights is not None and (found := fitting_encoders(weights)) != ["compact"]:  # which is the default
-            raise TplError(_which_fits(weights, found))
-        return
-    from tpl.nets import ENCODERS, check_encoder_name
-    from tpl.nets.resnet import is_resnet
-
-    if name in ENCODERS or is_resnet(name):
-        return
-    check_encoder_name(name)
-    network = _shapes_of(name)
-    if network is None:
-        return  # a network of somebody's own that cannot be built so: what is wrong with it is found later
-    from timm.models.vision_transformer import VisionTransformer
-
-    from tpl.nets.vit import check_supported
-
-    if not isinstance(network, VisionTransformer):
-        raise TplError(
-            f"'{name}' is a {type(network).__name__}; only ViT and DeiT encoders can carry adapters, such as "
-            "vit_tiny_patch16_224."
-        )
-    check_supported(network, name)
+def check_weights(name: str | None, weights: Path | None) -> None:
+    """Refuse a weight file without the name of its network, and say which network it fits."""
+    if name is None and weights is not None and (found := fitting_encoders(weights)) != [COMPACT]:  # the default
+        raise TplError(_which_fits(weights, found))
 
 
 def _which_fits(weights: Path, found: list[str]) -> str:
@@ -52,14 +32,16 @@ def _which_fits(weights: Path, found: list[str]) -> str:
 def fitting_encoders(weights: Path) -> list[str]:
     """Encoders whose tensors have the names and shapes of those in a weight file; known ones first."""
     from tpl.nets import ENCODERS
-    from tpl.nets.compact import NAME, create_compact
-    from tpl.nets.weights import read_weights
+    from tpl.nets.compact import create_compact
+    from tpl.nets.weights import network_shapes, read_weights
 
     found = _trunk(read_weights(weights))
     if found == _trunk(create_compact().state_dict()):
-        return [NAME]
+        return [COMPACT]
     candidates = _candidates(found)
-    fitting = [name for name in candidates if (network := _shapes_of(name)) and _trunk(network.state_dict()) == found]
+    fitting = [
+        name for name in candidates if (network := network_shapes(name)) and _trunk(network.state_dict()) == found
+    ]
     return sorted(fitting, key=lambda name: (name not in ENCODERS, len(name), name))
 
 
@@ -80,15 +62,3 @@ def _candidates(found: dict[str, tuple[int, ...]]) -> list[str]:
     width = WIDTHS.get(patch[0])
     wanted = rf"(?=.*patch{patch[-1]}(_|$))(?=.*_{size}$)" + (rf"(?=.*_{width}_)" if width else "")
     return [name for name in names if re.match(wanted, name)]
-
-
-def _shapes_of(name: str) -> Any:
-    """A network of timm without memory for its weights; None if it cannot be built so."""
-    import timm
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return timm.create_model(name, pretrained=False, num_classes=0)
-    except (RuntimeError, NotImplementedError):
-        return None

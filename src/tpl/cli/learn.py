@@ -359,10 +359,10 @@ def _learner(store: ModelStore, request: Request) -> Learner:
         return Learner.load(store.path, request.weights, request.device)
     from tpl.schedule import schedule_for
 
-    if request.weights is not None or request.encoder is not None:
-        from tpl.cli.encoder import check_encoder
+    if request.weights is not None:
+        from tpl.cli.encoder import check_weights
 
-        check_encoder(request.encoder, request.weights)
+        check_weights(request.encoder, request.weights)
     encoder = request.encoder or COMPACT
     preset = request.preset_for(None)
     method = request.method or (CLOSED_FORM if preset == QUICK else method_for(encoder))

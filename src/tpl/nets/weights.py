@@ -17,7 +17,7 @@ from tpl.errors import TplError
 from tpl.files import sha256_of
 from tpl.nets import compact, resnet
 from tpl.nets.base import Encoder
-from tpl.nets.vit import ViTEncoder, hash_tensors
+from tpl.nets.vit import ViTEncoder, check_supported, hash_tensors
 from tpl.pretraining import DEIT_611
 
 if TYPE_CHECKING:  # timm takes seconds to import, and the encoders of this package do without it
@@ -72,6 +72,8 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
             f"'{name}' cannot be downloaded by this program: get the checkpoint that the public code of MORE links to "
             "(best_checkpoint.pth, a DeiT-S/16 with 611 classes) and pass it with --weights FILE."
         )
+    if download:
+        _refuse_unsuitable(name)
     try:
         model = _create(name, pretrained=True, overlay=None if download else _downloaded(name))
     except EncoderError:
@@ -125,34 +127,55 @@ def _downloaded(name: str) -> dict[str, Any] | None:
     return {"file": str(cached[0]), "custom_load": cached[0].suffix == ".npz"}
 
 
-def _refuse_small_file(name: str, file: Path) -> None:
-    """Refuse a file with less than a byte per weight before memory is taken for the network."""
+def network_shapes(name: str) -> Any:
+    """A network of timm without memory for its weights; None for one of somebody's own that cannot be built so."""
     import timm
 
+    try:
+        with torch.device("meta"):
+            return timm.create_model(_ARCHITECTURES.get(name, name), num_classes=0)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _refuse_unsuitable(name: str) -> None:
+    """Refuse a network that adapters cannot be put into before its weights are downloaded."""
+    check_encoder_name(name)
+    if name not in ENCODERS and (network := network_shapes(name)) is not None:
+        check_supported(_as_vit(name, network), name)
+
+
+def _refuse_small_file(name: str, file: Path) -> None:
+    """Refuse a file with less than a byte per weight before memory is taken for the network."""
     check_encoder_name(name)
     if not file.is_file():
         raise EncoderError(f"There is no weight file {file}.")
-    try:
-        with torch.device("meta"):  # shapes alone
-            count = sum(
-                p.numel() for p in timm.create_model(_ARCHITECTURES.get(name, name), num_classes=0).parameters()
-            )
-    except (RuntimeError, NotImplementedError):
-        return  # a network of somebody's own that cannot be built so
+    network = network_shapes(name)
+    count = 0 if network is None else sum(p.numel() for p in network.parameters())
     if file.stat().st_size < count:
         raise EncoderError(f"{file} is too small to hold the weights of '{name}' ({count} numbers).")
 
 
 def _create(name: str, pretrained: bool, overlay: dict[str, Any] | None = None) -> VisionTransformer:
     import timm
-    from timm.models.vision_transformer import VisionTransformer
 
     check_encoder_name(name)
     more = {"pretrained_cfg_overlay": overlay} if overlay else {}
-    model = timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0, **more)
-    if not isinstance(model, VisionTransformer):
-        raise EncoderError(f"'{name}' is a {type(model).__name__}; only ViT and DeiT encoders can carry adapters.")
-    return model
+    return _as_vit(
+        name, timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0, **more)
+    )
+
+
+def _as_vit(name: str, network: Any) -> VisionTransformer:
+    """The network, if it is a ViT."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    if not isinstance(network, VisionTransformer):
+        raise EncoderError(
+            f"'{name}' is a {type(network).__name__}; only ViT and DeiT encoders can carry adapters, such as "
+            "vit_tiny_patch16_224."
+        )
+    return network
 
 
 def _data_config(model: VisionTransformer) -> dict[str, Any]:
