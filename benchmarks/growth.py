@@ -197,7 +197,7 @@ def draw(points: list[dict[str, Any]], file: Path) -> None:
     for axes, (name, title) in zip(figure.subplots(3, 3).flat, CURVES.items(), strict=True):
         axes.plot([p["tasks"] for p in points], [p[name] for p in points], "o-", color="#0067a5", markersize=3.5)
         axes.set_title(title, fontsize=9)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(p[name] for p in points))
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("tasks learned", fontsize=9)

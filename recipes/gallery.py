@@ -44,6 +44,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "c100"
 BASELINES = RUNS / "baselines-vit-tiny-natural"
 STUDY = RUNS / "study-vit-tiny-natural" / "study.json"
+GROWTH = {"compact, one CPU core": "growth-compact-cpu.json", "ViT-tiny, one H200": "growth-vit-tiny-h200.json"}
 BENCHMARK = "digits-5t"
 INK, QUIET = PAGE.ink, 0.72
 
@@ -147,6 +148,45 @@ def auroc_line(scene: Scene, file: Path) -> None:
         sentence = f"Pearson's r = {scatter.fit['r']:.2f}"
         axes.text(0.98, 0.03, sentence, transform=axes.transAxes, ha="right", fontsize=11.5, color=INK)
     save(figure, file, label)
+
+
+def growth(scene: Scene, file: Path) -> None:
+    """What a model of 5 to 100 tasks costs, in units of its cost at 5: learning a task, an answer, memory."""
+    panels = {  # what it is called, its unit, and where the lower line's label stands
+        "learn_s": ("time to learn a task", "s", 18),
+        "answer_ms_batch": ("time of an answer", "ms", 18),
+        "tensors_mb": ("size in memory", "MB", 45),
+    }
+    measured = {
+        who: [p for p in json.loads((ROOT / "benchmarks" / name).read_text())["points"] if p["tasks"] >= 5]
+        for who, name in GROWTH.items()
+    }
+    figure, first = blank(960, 300, 40, 640, 56, 46)
+    places = [first, *(figure.add_axes(first.get_position().translated(x / 960, 0)) for x in (318, 636))]
+    said = []
+    for axes, (key, (title, unit, below)) in zip(places, panels.items(), strict=True):
+        axes.sharey(first)
+        axes.patch.set_visible(False)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(colors=INK, length=0, labelsize=11, pad=6)
+        axes.grid(axis="y", color=INK, alpha=0.14, linewidth=0.8)
+        axes.set_title(title, fontsize=13, color=INK, loc="left", pad=12)
+        for (who, points), colour, mark in zip(measured.items(), PAGE.series, "os", strict=False):
+            values = [point[key] / points[0][key] for point in points]
+            tasks = [point["tasks"] for point in points]
+            axes.plot(tasks, values, color=colour, marker=mark, markersize=5, linewidth=2, clip_on=False)
+            higher = values[-1] == max(of[-1][key] / of[0][key] for of in measured.values())
+            text = f"{points[0][key]:.3g} to {points[-1][key]:.3g} {unit}"
+            axes.annotate(text, (100, values[-1]), (0, 8 if higher else -below), textcoords="offset points",
+                          ha="right", fontsize=11.5, color=colour)  # fmt: skip
+            said.append(f"{who}, {title}: {text}")
+        axes.set_xticks([5, 20, 50, 100])
+    first.set_ylim(0, 12)
+    first.set_yticks([0, 1, 2, 4, 8, 12], ["0", "1 ×", "2 ×", "4 ×", "8 ×", "12 ×"])
+    for number, (who, colour) in enumerate(zip(GROWTH, PAGE.series, strict=False)):
+        figure.text((40 + 260 * number) / 960, 0.93, f"{'●■'[number]} {who}", fontsize=12, color=colour)
+    figure.text(0.5, 0.02, "tasks learned", fontsize=11.5, color=INK, alpha=QUIET, ha="center")
+    save(figure, file, "From 5 to 100 tasks. " + "; ".join(said))
 
 
 def densities(scene: Scene, file: Path) -> None:
@@ -294,6 +334,7 @@ PICTURES: dict[str, Callable[[Scene, Path], None]] = {
     "accuracy-curve.svg": accuracy_curve,
     "how-tpl-works.svg": how_tpl_works,
     "auroc-line.svg": auroc_line,
+    "growth.svg": growth,
     "densities.webp": densities,
     "failure.svg": failure,
     "serve-page.webp": serve_page,

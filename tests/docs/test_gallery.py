@@ -49,7 +49,7 @@ def test_the_curve_ends_where_the_committed_runs_end(recipe: ModuleType, tmp_pat
 
 
 def test_committed_pictures_of_runs_are_those_of_the_committed_runs(recipe: ModuleType, tmp_path: Path) -> None:
-    for file in recipe.make(["accuracy-curve.svg", "auroc-line.svg"], tmp_path, recipe.Scene(tmp_path)):
+    for file in recipe.make(["accuracy-curve.svg", "auroc-line.svg", "growth.svg"], tmp_path, recipe.Scene(tmp_path)):
         again = f"run: python recipes/gallery.py --only {file.stem}"
         assert words(file) == words(IMAGES / file.name), again
 

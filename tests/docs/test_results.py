@@ -76,7 +76,7 @@ def test_a_row_without_runs_says_so(recipe: ModuleType, made: Path) -> None:
         "ViT-tiny (a22e9b36)", "`tpl-plus`", "1", "8 epochs, rate 0.01 cosine, flip augmentation", "70.00",
     ]  # fmt: skip
     assert rows(recipe.benchmark_table("c10-5t"))["every method"][4] == "not run"
-    assert [line.split("|")[6].strip() for line in recipe.overview_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
+    assert [line.split("|")[7].strip() for line in recipe.overview_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
 
 
 def test_the_better_bound_of_either_split_counts(recipe: ModuleType, made: Path) -> None:
