@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
@@ -93,6 +93,12 @@ class FileImages(ImageSet):
 
     def name(self, index: int) -> str:
         return str(self._entries[in_range(index, len(self))])
+
+    def decode_all(self, most: int) -> NDArray[np.uint8] | None:
+        """Many small images by several processes."""
+        from tpl.stream.apart import decode_apart
+
+        return decode_apart(self._entries, most)
 
     def identity(self, index: int) -> bytes:
         """The archive's checksum of a zip member, or name and size of a file: no image is read for it."""

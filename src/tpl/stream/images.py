@@ -50,6 +50,10 @@ class ImageSet(ABC):
         """The images at `indices` as one array [n, h, w, 3], if the set holds arrays of one size; else None."""
         return None
 
+    def decode_all(self, most: int) -> NDArray[np.uint8] | None:
+        """All images, `[n, height, width, 3]` and at most so many bytes, if there is a faster way than one by one."""
+        return None
+
     def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
         """The pixels that `remember` was given for these `steps`, perhaps by another process; else None."""
         return None
@@ -136,10 +140,11 @@ class CachedImages(WrappedImages):
         self._pixels: NDArray[np.uint8] | None = None  # allocated for the first image, filled one by one
         self._cached = np.zeros(len(images), dtype=bool)
         self._cache = cache
-        self._key = ""  # of all images, once the cache was asked for them
+        self._key = ""  # of all images in the cache
+        self._prepared = False
 
     def load(self, index: int) -> Image.Image:
-        self._ask_cache()
+        self._prepare()
         if self._pixels is not None and 0 <= index < len(self) and self._cached[index]:
             return Image.fromarray(self._pixels[index])
         image = self._images.load(index)
@@ -147,7 +152,7 @@ class CachedImages(WrappedImages):
         return image
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
-        self._ask_cache()
+        self._prepare()
         chosen = positions(indices, len(self))
         for index in chosen[~self._cached[chosen]].tolist():
             if not self._store(index, self._images.load(index)):
@@ -170,16 +175,21 @@ class CachedImages(WrappedImages):
             self._cache.write(self._key, self._pixels)
         return True
 
-    def _ask_cache(self) -> None:
-        """Take all images from the cache, the first time that one is needed."""
-        if self._cache is None:
-            return
+    def _prepare(self) -> None:
+        """Take all images from the cache, or decode all at once if that is faster; when the first one is needed."""
         with self._lock:
-            if self._key:
+            if self._prepared:
                 return
-            self._key = key_of(self.content(index) for index in range(len(self)))
-            found = self._cache.read(self._key, mapped=True)
-            if found is not None and found.ndim == 4 and len(found) == len(self) and found.shape[3] == 3:
+            self._prepared = True
+            found = None
+            if self._cache is not None:
+                self._key = key_of(self.content(index) for index in range(len(self)))
+                found = self._cache.read(self._key, mapped=True)
+            if found is None or found.ndim != 4 or len(found) != len(self) or found.shape[3] != 3:
+                found = self._images.decode_all(MAX_CACHED_BYTES)
+                if found is not None and self._cache is not None:
+                    self._cache.write(self._key, found)
+            if found is not None:
                 self._pixels, self._cached = found, np.ones(len(self), dtype=bool)
 
 

@@ -271,7 +271,7 @@ def in_chunks(work: Callable[[range], Result], count: int) -> Generator[Result]:
 
     Only a few chunks are computed ahead, as all results at once may not fit in memory. Close it to stop early.
     """
-    workers = _workers()
+    workers = decoding_workers()
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="decode")
     ahead: deque[Future[Result]] = deque()
     try:
@@ -285,7 +285,8 @@ def in_chunks(work: Callable[[range], Result], count: int) -> Generator[Result]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _workers() -> int:
+def decoding_workers() -> int:
+    """How many images are decoded at a time: one on each core that this process may use, at most sixteen."""
     # Affinity rather than the machine's core count: containers are often given a part of it.
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(16, available))
