@@ -162,7 +162,7 @@ def growth(scene: Scene, file: Path) -> None:
         for who, name in GROWTH.items()
     }
     figure, first = blank(960, 300, 40, 640, 56, 46)
-    places = [first, *(figure.add_axes(first.get_position().translated(x / 960, 0)) for x in (318, 636))]
+    places = [first, *(figure.add_axes(first.get_position().translated(x / 960, 0).bounds) for x in (318, 636))]
     said = []
     for axes, (key, (title, unit, below)) in zip(places, panels.items(), strict=True):
         axes.sharey(first)
