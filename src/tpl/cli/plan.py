@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import out
+from tpl.cli.encoder import encoder_text
 from tpl.cli.text import listed, size
 from tpl.errors import TplError
 
@@ -417,6 +418,8 @@ def print_plan(report: dict[str, Any]) -> None:
             f"On disk: about {size(report['bytes'])}.",
             highlight=False,
         )
+    if report["encoder"]["reason"] is not None:
+        out.print(encoder_text(report["encoder"]), markup=False, highlight=False, soft_wrap=True)
     if report.get("choice"):
         out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
     memory = report["memory"]
