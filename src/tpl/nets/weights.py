@@ -75,7 +75,8 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
         return resnet.create_resnet(name)
     if name in PACKAGED:
         packaged = PACKAGED[name]
-        model: Any = packaged.create()
+        with torch.device("meta"):  # without random weights, which the file's replace
+            model: Any = packaged.create()
         data_config = dict(packaged.data_config)
         if weights is None:
             with as_file(packaged.weights) as file:
@@ -235,7 +236,7 @@ def _from_file(
 ) -> Encoder:
     state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
     try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # right names, other shapes
         detail = str(error).splitlines()[-1].strip()
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).") from error
@@ -268,4 +269,5 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         state = state["model"]  # checkpoints of the DeiT family wrap the state dict
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise EncoderError(f"{file} is no plain state dict: it must map names to tensors.")
-    return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    # Copies: safetensors maps a file into memory, and a file may change.
+    return {k: v.to(torch.float32 if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()}
