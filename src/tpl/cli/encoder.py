@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("vit_*", "deit_*")  # of timm, which adapters can be put into
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
-SMALL_SIDE = 64  # pixels of a shorter side up to which images count as small
+SMALL_SIDE = 48  # pixels of a shorter side up to which images count as small
 LOOKED_AT = 50  # images whose sizes are read
 LINE = 20e6 / 8  # bytes a second, of the connection that a download's time is told for
 

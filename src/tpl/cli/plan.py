@@ -19,6 +19,7 @@ from tpl.cli.app import out
 from tpl.cli.encoder import encoder_text
 from tpl.cli.text import listed, size
 from tpl.errors import TplError
+from tpl.pretraining import PHOTOS
 
 if TYPE_CHECKING:
     from tpl.engine import Event
@@ -35,6 +36,7 @@ TRAINING_COST = 3.0  # passes of the encoder without training that a training st
 FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
+MANY_IMAGES = 1000  # of a first task
 MOST_FEATURES = 2048  # random features of tpl-plus: 17 MB in the model directory, and seconds to solve after a task
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -256,9 +258,16 @@ def _check_method(name: str) -> None:
         raise TplError(f"'{name}' needs the images of all tasks every time: it is a bound for benchmarks (tpl run).")
 
 
-def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, limit: float) -> Choice:
-    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs."""
+def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, asked: float | None) -> Choice:
+    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs.
+
+    With few photos and the encoder for photos, which they did not help, they must be asked for.
+    """
     memory, new = learner.method.memory, not learner.classes_
+    if new and asked is None and learner.method.encoder.name == PHOTOS and train < MANY_IMAGES:
+        reason = "task models gain nothing with this encoder and few images; --preset best trains them"
+        return Choice(BALANCED, CLOSED_FORM, reason)
+    limit = asked or LIMIT
     passes = epochs * (train + (train if memory is not None and len(memory) else 0))
     seconds = TRAINING_COST * passes * seconds_per_image(learner, given)
     name, lasts, most = learner.method.name, duration(seconds), duration(limit)
