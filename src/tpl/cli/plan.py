@@ -44,6 +44,7 @@ _SAMPLE = 32  # images whose encoded size is averaged
 _TIMED = 64  # images in the timing of a dry run
 _ROUNDS = 4  # epochs of it, where the first costs more than the others
 _FEW = 8  # images that the encoder is timed on
+_TIMES, _PATIENCE = 3, 0.5  # how often that is, and for how many seconds at most
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
@@ -283,15 +284,18 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
 
 
 def seconds_per_image(learner: Learner, given: Labelled) -> float:
-    """How long the encoder takes for an image here and now."""
+    """How long the encoder takes for an image here: the best of a few times, as other programs may be busy."""
     import numpy as np
 
     few = given.images.select(np.arange(min(_FEW, len(given.images))))
     pixels = learner.method.preprocess.batch(few)
     learner.method.encoder_features(pixels)  # the first call prepares things
-    started = time.perf_counter()
-    learner.method.encoder_features(pixels)
-    return (time.perf_counter() - started) / len(few)
+    times: list[float] = []
+    while len(times) < _TIMES and sum(times) < _PATIENCE:
+        started = time.perf_counter()
+        learner.method.encoder_features(pixels)
+        times.append(time.perf_counter() - started)
+    return min(times) / len(few)
 
 
 def duration(seconds: float) -> str:
