@@ -3,7 +3,7 @@ FROM python:3.12-slim AS build
 # A further package index, for instance one with CPU builds of torch: much smaller than the default on x86-64.
 ARG TORCH_INDEX=""
 WORKDIR /source
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY src ./src
 RUN python -m venv /opt/tpl \
     && /opt/tpl/bin/pip install --no-cache-dir --constraint constraints.txt \

@@ -34,14 +34,16 @@ from numpy.typing import NDArray
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from typer.main import get_command
 
 from tpl import Learner
-from tpl.cli import app as commands
+from tpl.cli import app
 from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.ranpac import RanPACConfig
 from tpl.stream import MixedImages, is_image_name
 
 Array = NDArray[Any]
+COMMANDS = get_command(app)
 MOST_UNKNOWN = 10  # classes that are not learned
 
 
@@ -116,7 +118,7 @@ def product(trial: Trial, options: Sequence[str]) -> Row:
                 csv.writer(file).writerows((str(path.resolve()), name) for name, own in task.items() for path in own)
             started = time.perf_counter()
             with quiet():
-                commands(["learn", str(model), str(table), "--json", *options], standalone_mode=False)
+                COMMANDS.main(["learn", str(model), str(table), "--json", *options], standalone_mode=False)
             seconds += time.perf_counter() - started
         learner = Learner.load(model, device="cpu")
         test = [path for own in trial.test.values() for path in own]
@@ -269,7 +271,9 @@ def main() -> None:
     common = ["--encoder", wanted.encoder, "--device", "cpu"]
     common += ["--weights", str(wanted.weights)] if wanted.weights else []
     folders, rows = photos_in(wanted.folder, wanted.leave_out), dict[tuple[int, str], list[Row]]()
-    features([next(iter(folders.values()))[0]])  # the first call prepares things
+    # The first calls prepare things: start-up is left out for all.
+    features([next(iter(folders.values()))[0]])
+    product(drawn(folders, 4, 2, 3, 3, 1, 0), [*common, "--preset", "quick"])
     for seed in range(wanted.seeds):
         for each in wanted.per_class:
             trial = drawn(folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed)

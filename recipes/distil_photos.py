@@ -61,6 +61,9 @@ def main() -> None:
     record = {
         "sha256": sha256_of(file),
         "parameters": sum(value.numel() for value in trunk.values()),
+        "distilled": True,
+        "licence": "Apache-2.0, as the teacher",
+        "data": "Tiny-ImageNet, training images, without labels",
         "teacher": {"name": NAME, "sha256": sha256_of(args.teacher)},
         "pixels": STUDENT,
         "images": len(images),

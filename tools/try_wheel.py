@@ -48,7 +48,7 @@ def build(place: Path, *options: str) -> Path:
     """The wheel of this checkout, made in a folder; `options` are further ones of `pip wheel`."""
     source = place / "source"  # a copy: setuptools leaves build/ and egg-info/ behind where it works
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / file, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, *options, source]
     subprocess.run(command, check=True)

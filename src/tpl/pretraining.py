@@ -6,14 +6,21 @@ learning these classes. Such a run must be asked for by name, and carries a mark
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+from typing import Any
+
 CIFAR10, CIFAR100 = "cifar10", "cifar100"
 IMAGENET, IMAGENET611 = "imagenet", "imagenet-611"
 TINY, IMAGENET380 = "tiny-imagenet", "imagenet380"
 
-COMPACT, DEIT_611, RESNET = "compact", "deit_small_611", "resnet18"
+COMPACT, PHOTOS = "compact", "photos"  # their weights are in the package
+PACKAGED = COMPACT, PHOTOS
+DEIT_611, RESNET = "deit_small_611", "resnet18"
 
 _PRETRAINED_ON: dict[str, tuple[str, ...]] = {
     COMPACT: (CIFAR100,),
+    PHOTOS: (IMAGENET, TINY),  # a network of timm, which then saw Tiny-ImageNet's training images without labels
     DEIT_611: (IMAGENET611,),  # the ImageNet classes left after removing 389 that resemble CIFAR's or Tiny-ImageNet's
     RESNET: (),
 }
@@ -25,9 +32,9 @@ _SHARED: dict[str, frozenset[str]] = {
 }
 
 KNOWN, UNVERIFIED, RANDOM = "known", "unverified", "random"
-# sha256 of weight files, and of the same tensors as timm loads them. None is published for the checkpoint of DEIT_611.
+# sha256 of downloaded weight files, and of the same tensors as timm loads them. None is published for the checkpoint of
+# DEIT_611; the records of the package have those of its own weights.
 _KNOWN_WEIGHTS: dict[str, tuple[str, ...]] = {
-    COMPACT: ("9eb3b09ada2c9fe784230ce64876b7c2adcb1e802077003120d1002f57811866",),
     "vit_tiny_patch16_224": (
         "a22e9b3685d1feca11a382fbed2db95defc965fe037c026069331b6c243268a6",
         "56af952eb9f8b2c10664ed14088f77dfad466e3dee63e5e397aec231c541d80f",
@@ -49,8 +56,16 @@ def contamination(encoder: str, data_set: str) -> list[str]:
     return [name for name in pretrained_on(encoder) if data_set in _SHARED.get(name, {name})]
 
 
+def packaged_record(encoder: str) -> dict[str, Any]:
+    """How the weights of an encoder in the package were made, with their sha256."""
+    file = files("tpl") / "nets" / "pretrained" / f"{encoder}.json"
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
 def weights_status(encoder: str, sha256: str | None) -> str:
     """KNOWN for the weights of the committed results, RANDOM for a network without pre-training, else UNVERIFIED."""
     if not pretrained_on(encoder):
         return RANDOM
-    return KNOWN if sha256 in _KNOWN_WEIGHTS.get(encoder, ()) else UNVERIFIED
+    known = (packaged_record(encoder)["sha256"],) if encoder in PACKAGED else _KNOWN_WEIGHTS.get(encoder, ())
+    return KNOWN if sha256 in known else UNVERIFIED

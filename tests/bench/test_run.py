@@ -31,6 +31,7 @@ from tpl.bench.run import RunError, execute
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event
 from tpl.nets import create_encoder
+from tpl.pretraining import pretrained_on
 from tpl.report import markdown, summary_rows
 
 TRAINING: dict[str, Any] = {"epochs": 1, "latent": 8, "batch_size": 32}
@@ -366,6 +367,9 @@ def test_the_default_encoder_has_not_seen_the_benchmarks_classes() -> None:
         ("c100-10t", "compact", ["cifar100"]),
         ("c10-5t", "compact", ["cifar100"]),
         ("t-5t", "vit_tiny_patch16_224", ["imagenet"]),
+        ("t-5t", "photos", ["imagenet", "tiny-imagenet"]),
+        ("imagenet380-10t", "photos", ["imagenet"]),
+        ("c100-10t", "photos", []),
         ("imagenet380-10t", "deit_small_patch16_224", ["imagenet"]),
         ("t-5t", "compact", []),
         ("t-5t", "deit_small_611", []),
@@ -381,7 +385,8 @@ def test_an_encoder_that_has_seen_the_classes_must_be_accepted(benchmark: str, e
     if not seen:
         spec.check_encoder()
         return
-    with pytest.raises(TplError, match=f"pre-trained on {seen[0]}, .*--accept-contaminated-encoder"):
+    told = " and ".join(pretrained_on(encoder))
+    with pytest.raises(TplError, match=f"pre-trained on {told}, .*--accept-contaminated-encoder"):
         spec.check_encoder()
 
 

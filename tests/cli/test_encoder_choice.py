@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image, ImageFile
 from safetensors.torch import save_file
 
-from commands import refusal
+from commands import ask, call, refusal
 from pictures import photos
-from tpl.cli.encoder import check_weights, fitting_encoders
+from tpl.cli.encoder import announce_download, choose_encoder, fitting_encoders, shorter_side
 from tpl.errors import TplError
-from tpl.nets.compact import WEIGHTS
+from tpl.nets.weights import PACKAGED
+from tpl.stream import ImageSet, MixedImages, labelled_images
 
 TINY = "vit_tiny_patch16_224"
 
@@ -63,11 +66,72 @@ def test_weights_without_a_name_say_which_encoders_fit(tmp_path: Path) -> None:
     assert f"fits {TINY} (or deit_tiny_patch16_224: the same network" in message
     save_file({"layer.weight": torch.zeros(2)}, file)
     assert "fits no encoder" in refusal("check", data, "--weights", file)
-    check_weights(TINY, file)  # with a name, the file is checked when it is loaded
+    chosen = choose_encoder(TINY, file, pictures(tmp_path, 40))  # with a name, the file is checked when it is loaded
+    assert chosen == (TINY, "asked for")
 
 
-def test_weights_of_the_default_encoder_need_no_name() -> None:
-    check_weights(None, Path(str(WEIGHTS)))
-    check_weights(None, None)
+def pictures(place: Path, *sides: int) -> ImageSet:
+    for number, side in enumerate(sides):
+        Image.new("RGB", (side, side + 30)).save(place / f"{number}.png")
+    return MixedImages([place / f"{number}.png" for number in range(len(sides))])
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_weights_of_an_encoder_in_the_package_need_no_name(name: str, tmp_path: Path) -> None:
+    assert choose_encoder(None, Path(str(PACKAGED[name].weights)), pictures(tmp_path, 40)).name == name
     with pytest.raises(TplError, match="no weight file"):
-        check_weights(None, Path("nowhere.safetensors"))
+        choose_encoder(None, Path("nowhere.safetensors"), pictures(tmp_path, 40))
+
+
+@pytest.mark.parametrize(("sides", "name"), [((28, 48, 3000), "compact"), ((28, 49, 3000), "photos")])
+def test_without_a_name_the_median_image_decides(sides: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    chosen = choose_encoder(None, None, pictures(tmp_path, *sides))
+    assert chosen.name == name
+    assert f"{sides[1]} pixels" in chosen.reason
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_only_headers_of_some_files_are_read_for_their_sizes(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = photos(tmp_path / "photos", ["cat", "dog"], count=40)
+    (place / "cat" / "0.png").write_bytes(b"no image")
+    if packed:
+        place = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", place))
+    opened: list[Any] = []
+    image_open = Image.open
+    monkeypatch.setattr(Image, "open", lambda *given, **options: opened.append(1) or image_open(*given, **options))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("an image was decoded"))
+    assert shorter_side(labelled_images(place).only(["cat", "dog"]).images) == 40
+    assert len(opened) <= 50
+
+
+def test_a_model_says_what_it_sees_with_and_what_would_be_better(tmp_path: Path) -> None:
+    data = photos(tmp_path / "small", ["cat", "dog"], count=3)
+    plan = ask("learn", tmp_path / "model", data, "--dry-run", "--preset", "quick")
+    assert plan["encoder"]["name"] == "compact" and plan["encoder"]["pixels"] == 32
+    assert plan["encoder"]["better"]["encoder"] == "photos"
+    for file in data.rglob("*.png"):
+        with Image.open(file) as image:
+            image.resize((200, 240)).save(file)
+    learned = ask("learn", tmp_path / "model", data, "--preset", "quick")
+    assert learned["encoder"]["name"] == "photos" and learned["encoder"]["pixels"] == 128
+    more = ask("learn", tmp_path / "model", photos(tmp_path / "more", ["hen"], count=3))
+    assert more["encoder"] == {"name": "photos", "pixels": 128, "reason": None, "better": None}
+    text = call("learn", tmp_path / "other", data, "--preset", "quick").output
+    assert "Encoder: photos at 128 pixels, the images' shorter sides have 200 pixels (median). Better: --" in text
+    assert "88 MB, Apache-2.0" in text
+
+
+def test_a_download_says_its_price_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *given, **options: None)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    announce_download("vit_base_patch16_224.mae", None)
+    said = capsys.readouterr().err
+    assert "343 MB" in said and "Cc-by-nc-4.0" in said
+    announce_download("vit_base_patch16_224.mae", tmp_path / "weights.safetensors")
+    announce_download("photos", None)
+    announce_download("resnet18", None)
+    assert not capsys.readouterr().err

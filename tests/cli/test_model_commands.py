@@ -217,7 +217,7 @@ def test_a_dry_run_tells_time_and_size_and_stores_nothing(place: Path, learned: 
     assert report["classes"] == learned["classes"] and (report["images"], report["held_out"]) == (36, 4)
     assert report["bytes"] == pytest.approx(learned["bytes"], rel=0.1)
     assert 0 < report["seconds"] < 100 * learned["seconds"]
-    said = call("learn", tmp_path / "model", place / "pets", "--device", "cpu", "--dry-run").stdout
+    said = call("learn", tmp_path / "model", place / "pets", "--device", "cpu", "--dry-run", "--time", "1h").stdout
     assert "about" in said and "Nothing was stored" in said and "40 epochs" in said
 
 

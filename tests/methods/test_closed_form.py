@@ -15,7 +15,7 @@ from tpl import Learner
 from tpl.methods import plus
 from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts import closed_form
-from tpl.methods.parts.closed_form import ClosedForm, same_features
+from tpl.methods.parts.closed_form import CentredRidge, ClosedForm, same_features
 from tpl.methods.plus import TPLPlus
 from tpl.scores.calibration import graded_p_values, p_values
 from tpl.stream import Stream
@@ -106,6 +106,36 @@ def _distances(whole: ClosedForm, smaller: ClosedForm, x: Tensor) -> Tensor:
     inverse = torch.linalg.inv(torch.linalg.inv(discriminant.inverse) + scatter)
     apart = x - smaller.statistics.means
     return -0.5 * ((apart @ inverse) * apart).sum(dim=1).unsqueeze(0)
+
+
+@pytest.mark.parametrize("each", [2, 4])
+def test_few_samples_give_the_same_by_their_inner_products(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y = blobs(each)
+    test, _ = blobs(10, seed=1)
+    few = learned(z, y)
+    assert few.ridge._inner_products(few.ridge.hidden(few.features)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(CentredRidge, "_inner_products", lambda ridge, hidden: None)
+        by_features = learned(z, y)
+    assert few.ridge.strength == by_features.ridge.strength
+    for found, wanted in (
+        (few.ridge.weights, by_features.ridge.weights),
+        (few.left_out, by_features.left_out),
+        (few.log_probabilities(test), by_features.log_probabilities(test)),
+        (few.unknown_scores(test), by_features.unknown_scores(test)),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_inner_products_are_used_only_if_all_samples_of_the_sums_are_there() -> None:
+    z, y = blobs(4)
+    found = learned(z, y)
+    hidden = found.ridge.hidden(found.features)
+    assert found.ridge._inner_products(hidden[1:]) is None
+    found.forget(0)  # its part of the Gram matrix stays
+    assert found.ridge._inner_products(found.ridge.hidden(found.features)) is None
+    many = learned(*blobs(5))
+    assert many.ridge._inner_products(many.ridge.hidden(many.features)) is None  # 25 samples, 40 random features
 
 
 def test_merging_is_learning_both() -> None:

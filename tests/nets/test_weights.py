@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpl.files import sha256_of
-from tpl.nets import EncoderError, create_encoder
+from tpl.nets import EncoderError, create_encoder, photos
 from tpl.nets.compact import WEIGHTS, create_compact, record
 from tpl.nets.weights import read_weights
 from tpl.pretraining import weights_status
@@ -36,6 +36,16 @@ def test_the_packaged_weights_are_the_recorded_ones() -> None:
     assert weights_status("compact", "ab" * 32) == weights_status("deit_small_611", made["sha256"]) == "unverified"
     assert weights_status("resnet18:8", None) == "random"
     assert PACKAGED.stat().st_size == made["bytes"] <= 6e6
+
+
+def test_the_packaged_weights_for_photos_are_the_recorded_ones() -> None:
+    made, file, encoder = photos.record(), Path(str(photos.WEIGHTS)), create_encoder("photos")
+    assert sha256_of(file) == made["sha256"] == encoder.sha256
+    assert weights_status("photos", made["sha256"]) == "known"
+    assert made["pixels"] == encoder.data_config["input_size"][-1]
+    assert made["parameters"] == sum(p.numel() for p in encoder.parameters())
+    assert all(tensor.dtype == torch.float16 for tensor in load_file(file).values())
+    assert file.stat().st_size <= 12e6
 
 
 def test_the_record_says_how_well_the_weights_do() -> None:

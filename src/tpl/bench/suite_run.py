@@ -221,11 +221,12 @@ class Finished:
 
     def _encoder(self, spec: RunSpec, before: dict[str, Any]) -> str:
         from tpl.files import sha256_of
-        from tpl.nets import compact
+        from tpl.pretraining import PACKAGED, packaged_record
 
         if spec.weights is not None:
             return sha256_of(spec.weights)
-        return str(compact.record()["sha256"] if spec.encoder == compact.NAME else before["encoder"]["sha256"])
+        packaged = spec.encoder in PACKAGED
+        return str(packaged_record(spec.encoder)["sha256"] if packaged else before["encoder"]["sha256"])
 
     def _data(self, spec: RunSpec) -> dict[str, str]:
         from tpl.bench.run import data_hashes

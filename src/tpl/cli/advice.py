@@ -18,6 +18,7 @@ from tpl.lines import printable
 if TYPE_CHECKING:
     from tpl.advice.check import Reference
     from tpl.advice.features import FeatureReader
+    from tpl.stream import Labelled
 
 SEVERAL = 20  # images that `suggest` names
 
@@ -52,7 +53,7 @@ def check(
     from tpl.stream import labelled_images
 
     given = labelled_images(place)
-    reader, reference = _reader(model, encoder, weights, device)
+    reader, reference = _reader(given, model, encoder, weights, device)
     with work_progress(err, as_json) as progress:
         progress.begin("checking", len(given.images))
         found = checked(given, place, reader, reference, batch, progress.advance)
@@ -64,19 +65,19 @@ def check(
 
 
 def _reader(
-    model: Path | None, encoder: str | None, weights: Path | None, device: str
+    given: Labelled, model: Path | None, encoder: str | None, weights: Path | None, device: str
 ) -> tuple[FeatureReader, Reference | None]:
     """What computes features, and the images that a model stores."""
     from tpl.advice.check import Reference
     from tpl.advice.features import FeatureReader
-    from tpl.cli.encoder import check_weights
+    from tpl.cli.encoder import announce_download, choose_encoder
     from tpl.engine import choose_compute
     from tpl.nets import create_encoder
-    from tpl.nets.compact import NAME as COMPACT
 
     if model is None:
-        check_weights(encoder, weights)
-        return FeatureReader(create_encoder(encoder or COMPACT, weights), choose_compute(device, "auto", "auto")), None
+        name = choose_encoder(encoder, weights, given.images).name
+        announce_download(name, weights)
+        return FeatureReader(create_encoder(name, weights), choose_compute(device, "auto", "auto")), None
     if encoder is not None:
         raise TplError("--model has its own encoder: leave out --encoder.")
     from tpl.learner import Learner

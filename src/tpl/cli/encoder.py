@@ -1,43 +1,139 @@
-"""Which encoder a weight file fits: the names and shapes of its tensors say so."""
+"""Which encoder a command means: the one asked for, the one that a weight file fits, or the one that suits the images.
+
+The default is an encoder in the package, so nothing is downloaded unasked.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpl.errors import TplError
-from tpl.pretraining import COMPACT
+from tpl.cli.app import err
+from tpl.errors import TplError, UnreadableImage
+from tpl.pretraining import COMPACT, PACKAGED, PHOTOS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tpl.stream import ImageSet
+
 FAMILIES = ("vit_*", "deit_*")  # of timm, which adapters can be put into
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
+SMALL_SIDE = 48  # pixels of a shorter side up to which images count as small
+LOOKED_AT = 50  # images whose sizes are read
+LINE = 20e6 / 8  # bytes a second, of the connection that a download's time is told for
 
 
-def check_weights(name: str | None, weights: Path | None) -> None:
-    """Refuse a weight file without the name of its network, and say which network it fits."""
-    if name is None and weights is not None and (found := fitting_encoders(weights)) != [COMPACT]:  # the default
-        raise TplError(_which_fits(weights, found))
+class EncoderChoice(NamedTuple):
+    """The encoder of a new model, and why."""
+
+    name: str
+    reason: str
 
 
-def _which_fits(weights: Path, found: list[str]) -> str:
+class Better(NamedTuple):
+    """A better encoder than some other one, and its price."""
+
+    encoder: str
+    pixels: int
+    times_slower: int
+    download_megabytes: int = 0
+    licence: str = "Apache-2.0"
+
+
+BETTER = {
+    COMPACT: Better(PHOTOS, 128, 8),
+    PHOTOS: Better("vit_small_patch16_224", 224, 7, 88),
+}
+
+
+def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet) -> EncoderChoice:
+    """The encoder asked for, or the one in the package that fits the weight file, or else the images."""
+    if asked is not None:
+        return EncoderChoice(asked, "asked for")
+    if weights is not None:
+        return EncoderChoice(packaged_fitting(weights), "the one that the weight file fits")
+    side = shorter_side(images)
+    reason = f"the images' shorter sides have {side} pixels (median)"
+    return EncoderChoice(PHOTOS if side > SMALL_SIDE else COMPACT, reason)
+
+
+def shorter_side(images: ImageSet) -> int:
+    """The median of the shorter sides of some images, in pixels; 0 if none can be read."""
+    count = min(len(images), LOOKED_AT)
+    sides = []
+    for number in range(count):
+        try:
+            sides.append(min(images.size(number * len(images) // count)))
+        except UnreadableImage:
+            continue
+    return sorted(sides)[len(sides) // 2] if sides else 0
+
+
+def describe_encoder(choice: EncoderChoice | None, name: str, pixels: int) -> dict[str, Any]:
+    """What a command uses, and what a better choice would be, as JSON; without a choice, a stored model's encoder."""
+    better = BETTER.get(name) if choice is not None else None
+    return {
+        "name": name,
+        "pixels": pixels,
+        "reason": None if choice is None else choice.reason,
+        "better": None if better is None else better._asdict(),
+    }
+
+
+def encoder_text(found: dict[str, Any]) -> str:
+    """The same in a line."""
+    text = f"Encoder: {found['name']} at {found['pixels']} pixels, {found['reason']}."
+    better = found["better"]
+    if better is None:
+        return text
+    size = better["download_megabytes"]
+    price = f"a download of {size} MB, {better['licence']}, and " if size else ""
+    return (
+        f"{text} Better: --encoder {better['encoder']}, {better['pixels']} pixels ({price}about "
+        f"{better['times_slower']} times slower)."
+    )
+
+
+def announce_download(name: str, weights: Path | None) -> None:
+    """Say what a download of weights will cost before it begins."""
+    if weights is not None or name in PACKAGED:
+        return
+    from tpl.nets.weights import download_of
+
+    found = download_of(name)
+    if found is not None:
+        seconds = max(1, round(found.bytes / LINE))
+        err.print(
+            f"Downloading the weights of {name}: {found.bytes / 1e6:.0f} MB, licence {found.licence}, about "
+            f"{seconds} s at 20 Mbit/s; kept for the next time.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def packaged_fitting(weights: Path) -> str:
+    """The encoder in the package that a weight file fits; any other must be named, and the error says which one."""
+    found = fitting_encoders(weights)
+    if found and found[0] in PACKAGED:
+        return found[0]
     if not found:
-        return f"--weights needs --encoder, and {weights} fits no encoder that is known here."
+        raise TplError(f"--weights needs --encoder, and {weights} fits no encoder that is known here.")
     others = f" (or {', '.join(found[1:4])}: the same network, but images are scaled differently)" if found[1:] else ""
-    return f"--weights needs --encoder: {weights} fits {found[0]}{others}."
+    raise TplError(f"--weights needs --encoder: {weights} fits {found[0]}{others}.")
 
 
 def fitting_encoders(weights: Path) -> list[str]:
     """Encoders whose tensors have the names and shapes of those in a weight file; known ones first."""
     from tpl.nets import ENCODERS
-    from tpl.nets.compact import create_compact
+    from tpl.nets.weights import PACKAGED as NETWORKS
     from tpl.nets.weights import network_shapes, read_weights
 
     found = _trunk(read_weights(weights))
-    if found == _trunk(create_compact().state_dict()):
-        return [COMPACT]
+    for name, packaged in NETWORKS.items():
+        if found == _trunk(packaged.create().state_dict()):
+            return [name]
     candidates = _candidates(found)
     fitting = [
         name for name in candidates if (network := network_shapes(name)) and _trunk(network.state_dict()) == found

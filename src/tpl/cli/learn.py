@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
+from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, encoder_text
 from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Encoder, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
     BALANCED,
     CLOSED_FORM,
-    LIMIT,
     MEMORY,
     OPTIONS,
     PLUS,
@@ -171,8 +171,9 @@ def learn(
 ) -> None:
     """Learn classes from folders of images: make a model, or add classes to one, without the images of old classes.
 
-    40 images take less than a minute on two cores with the compact encoder; `--dry-run` estimates the time for yours.
-    Task models are trained if that takes at most `--time`; without them, learning takes seconds.
+    40 images take less than a minute on two cores; `--dry-run` estimates the time for yours. Without `--encoder`, small
+    images are seen with `compact` and photos with `photos`, which are both in the package. Task models are trained if
+    that takes at most `--time` (with `photos`, not for few images); without them, learning takes seconds.
     Ctrl-C stops it and leaves the model as it was.
 
     Examples:
@@ -284,7 +285,7 @@ def _judge(older: Learner, model: Path, given: Labelled, request: Request, progr
 def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     with store.creating():
-        learner = _learner(store, request)
+        learner, encoder = _learner(store, given, request)
         ready, notes = _read(learner, given, request, progress)
         new, more = _by_novelty(learner, ready, request)
         learner, chosen = _choose(learner, new, request)
@@ -310,6 +311,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
         "known_classes": len(learner.classes_),
+        "encoder": encoder,
         **chosen,
         **{key: facts[key] for key in ("memory", "capacity", "smallest_reject")},
         "bytes": bytes_on_disk(store.path),
@@ -321,7 +323,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
 
 def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
-    learner = _learner(store, request)
+    learner, encoder = _learner(store, given, request)
     ready, notes = _read(learner, given, request, progress)
     reading = time.monotonic() - started
     ready, more = _by_novelty(learner, ready, request)
@@ -343,6 +345,7 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
         "more": more,
         "images": train,
         "held_out": len(ready.images) - train,
+        "encoder": encoder,
         **chosen,
         "memory": {"kind": memory["kind"], "budget": memory["budget"]},
         "seconds": None if found is None else round(found.seconds + reading, 1),
@@ -351,19 +354,25 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     }
 
 
-def _learner(store: ModelStore, request: Request) -> Learner:
-    from tpl.learner import Learner
-    from tpl.nets.compact import NAME as COMPACT
+def _learner(store: ModelStore, given: Labelled, request: Request) -> tuple[Learner, dict[str, Any]]:
+    """The model in `store`, or a new one, and what is said about its encoder."""
+    choice = None if store.exists() else choose_encoder(request.encoder, request.weights, given.images)
+    learner = _stored(store, request) if choice is None else _new(choice.name, request)
+    encoder = learner.method.encoder
+    return learner, describe_encoder(choice, encoder.name, encoder.data_config["input_size"][-1])
 
-    if store.exists():
-        return Learner.load(store.path, request.weights, request.device)
+
+def _stored(store: ModelStore, request: Request) -> Learner:
+    from tpl.learner import Learner
+
+    return Learner.load(store.path, request.weights, request.device)
+
+
+def _new(encoder: str, request: Request) -> Learner:
+    from tpl.learner import Learner
     from tpl.schedule import schedule_for
 
-    if request.weights is not None:
-        from tpl.cli.encoder import check_weights
-
-        check_weights(request.encoder, request.weights)
-    encoder = request.encoder or COMPACT
+    announce_download(encoder, request.weights)
     preset = request.preset_for(None)
     method = request.method or (CLOSED_FORM if preset == QUICK else method_for(encoder))
     options = OPTIONS | {"lr": schedule_for(encoder).lr}
@@ -448,7 +457,7 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learne
     choice, train = None, trained_on(ready, request.held_out, learner.method.seed)
     if preset == BALANCED and learner.method.name == PLUS and not request.update:
         epochs = epochs_for(learner.method, train)
-        choice = choose_training(learner, ready, train, epochs, request.limit or LIMIT)
+        choice = choose_training(learner, ready, train, epochs, request.limit)
         if choice.method == CLOSED_FORM:
             learner = learner.instead(CLOSED_FORM)
     elif preset is not None and not request.update:
@@ -500,6 +509,8 @@ def _print_learned(report: dict[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
+        if report["encoder"]["reason"] is not None:
+            out.print(encoder_text(report["encoder"]), markup=False, highlight=False, soft_wrap=True)
         if "choice" in report:
             out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
         _print_accuracy(report)

@@ -35,8 +35,8 @@ FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The directory 
 Encoder = Annotated[
     str | None,
     typer.Option(
-        help="compact (in the package), any ViT or DeiT of timm, deit_small_611 (with --weights), or resnet18 (trained "
-        "from scratch). By default compact; for benchmarks whose classes it has seen, another one: `tpl list`.",
+        help="compact or photos (in the package), any ViT or DeiT of timm, deit_small_611 (with --weights), resnet18 "
+        "(trained from scratch). By default compact, for larger images photos; for benchmarks: `tpl list`.",
         show_default=False,
     ),
 ]

@@ -16,8 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import out
+from tpl.cli.encoder import encoder_text
 from tpl.cli.text import listed, size
 from tpl.errors import TplError
+from tpl.pretraining import PHOTOS
 
 if TYPE_CHECKING:
     from tpl.engine import Event
@@ -34,6 +36,7 @@ TRAINING_COST = 3.0  # passes of the encoder without training that a training st
 FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
+MANY_IMAGES = 1000  # of a first task
 MOST_FEATURES = 2048  # random features of tpl-plus: 17 MB in the model directory, and seconds to solve after a task
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -41,6 +44,7 @@ _SAMPLE = 32  # images whose encoded size is averaged
 _TIMED = 64  # images in the timing of a dry run
 _ROUNDS = 4  # epochs of it, where the first costs more than the others
 _FEW = 8  # images that the encoder is timed on
+_TIMES, _PATIENCE = 3, 0.5  # how often that is, and for how many seconds at most
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
@@ -255,9 +259,16 @@ def _check_method(name: str) -> None:
         raise TplError(f"'{name}' needs the images of all tasks every time: it is a bound for benchmarks (tpl run).")
 
 
-def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, limit: float) -> Choice:
-    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs."""
+def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, asked: float | None) -> Choice:
+    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs.
+
+    With few photos and the encoder for photos, which they did not help, they must be asked for.
+    """
     memory, new = learner.method.memory, not learner.classes_
+    if new and asked is None and learner.method.encoder.name == PHOTOS and train < MANY_IMAGES:
+        reason = "task models gain nothing with this encoder and few images; --preset best trains them"
+        return Choice(BALANCED, CLOSED_FORM, reason)
+    limit = asked or LIMIT
     passes = epochs * (train + (train if memory is not None and len(memory) else 0))
     seconds = TRAINING_COST * passes * seconds_per_image(learner, given)
     name, lasts, most = learner.method.name, duration(seconds), duration(limit)
@@ -273,15 +284,18 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
 
 
 def seconds_per_image(learner: Learner, given: Labelled) -> float:
-    """How long the encoder takes for an image here and now."""
+    """How long the encoder takes for an image here: the best of a few times, as other programs may be busy."""
     import numpy as np
 
     few = given.images.select(np.arange(min(_FEW, len(given.images))))
     pixels = learner.method.preprocess.batch(few)
     learner.method.encoder_features(pixels)  # the first call prepares things
-    started = time.perf_counter()
-    learner.method.encoder_features(pixels)
-    return (time.perf_counter() - started) / len(few)
+    times: list[float] = []
+    while len(times) < _TIMES and sum(times) < _PATIENCE:
+        started = time.perf_counter()
+        learner.method.encoder_features(pixels)
+        times.append(time.perf_counter() - started)
+    return min(times) / len(few)
 
 
 def duration(seconds: float) -> str:
@@ -417,6 +431,8 @@ def print_plan(report: dict[str, Any]) -> None:
             f"On disk: about {size(report['bytes'])}.",
             highlight=False,
         )
+    if report["encoder"]["reason"] is not None:
+        out.print(encoder_text(report["encoder"]), markup=False, highlight=False, soft_wrap=True)
     if report.get("choice"):
         out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
     memory = report["memory"]

@@ -7,16 +7,14 @@ transformer blocks. `recipes/pretrain_compact.py` trains it on CIFAR-100;
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from typing import Any
 
 from tpl.nets.plain import ConvStem, PlainViT
-from tpl.pretraining import COMPACT
+from tpl.pretraining import COMPACT, packaged_record
 
 NAME = COMPACT
 WEIGHTS = files("tpl") / "nets" / "pretrained" / "compact.safetensors"
-RECORD = files("tpl") / "nets" / "pretrained" / "compact.json"
 
 DATA_CONFIG: dict[str, Any] = {
     "input_size": (3, 32, 32),
@@ -37,5 +35,4 @@ def create_compact() -> PlainViT:
 
 def record() -> dict[str, Any]:
     """How the shipped weights were made: recipe, accuracy, sha256."""
-    content: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return content
+    return packaged_record(NAME)

@@ -95,6 +95,23 @@ class ConvStem(nn.Module):
         return tokens
 
 
+class PatchEmbed(nn.Module):
+    """Square patches side by side, each a token: a linear map of its pixels, written as a convolution."""
+
+    flatten = True
+
+    def __init__(self, size: int, patch: int, dim: int) -> None:
+        super().__init__()
+        self.img_size, self.patch_size, self.grid_size = (size,) * 2, (patch,) * 2, (size // patch,) * 2
+        self.proj = nn.Conv2d(3, dim, patch, patch)
+        self.norm = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Tokens `[n, patches, dim]` of normalised images."""
+        tokens: Tensor = self.norm(self.proj(images).flatten(2).transpose(1, 2))
+        return tokens
+
+
 class PlainViT(nn.Module):
     """A ViT with a class token, learned positions and no classifier; `embed` turns images into tokens."""
 

@@ -37,7 +37,7 @@ from tpl.nets.blocks import (
     run_block,
     run_timm_block,
 )
-from tpl.nets.plain import Block, PlainViT, of_timm
+from tpl.nets.plain import Block, PatchEmbed, PlainViT, of_timm
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -271,10 +271,10 @@ class TransposedTrunk:
 
 
 def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
-    """timm's patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
+    """The patch embedding; in bf16 on a GPU as the matrix product it is, since cuDNN's kernel is slow there."""
     embed = vit.patch_embed
     half = images.is_cuda and images.dtype != torch.float32
-    as_product = half and type(embed) in of_timm("PatchEmbed") and embed.flatten
+    as_product = half and type(embed) in (PatchEmbed, *of_timm("PatchEmbed")) and embed.flatten
     if not as_product or embed.proj.kernel_size != embed.proj.stride or images.shape[-2:] != embed.img_size:
         embedded: Tensor = embed(images)
         return embedded
@@ -288,7 +288,7 @@ def embed_patches(vit: VisionTransformer, images: Tensor) -> Tensor:
 def as_vit(encoder: Encoder) -> ViTEncoder:
     """An encoder for a method that reaches into the blocks of a transformer."""
     if not isinstance(encoder, ViTEncoder):
-        raise TplError(f"'{encoder.name}' is no transformer; choose a ViT or DeiT, or `compact`.")
+        raise TplError(f"'{encoder.name}' is no transformer; choose a ViT or DeiT, `compact` or `photos`.")
     return encoder
 
 

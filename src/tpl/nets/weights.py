@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from importlib.resources import as_file
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlparse
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from tpl.errors import TplError
 from tpl.files import sha256_of
-from tpl.nets import compact, resnet
+from tpl.nets import compact, photos, resnet
 from tpl.nets.base import Encoder
+from tpl.nets.plain import PlainViT
 from tpl.nets.vit import ViTEncoder, check_supported, hash_tensors
 from tpl.pretraining import DEIT_611
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:  # timm takes seconds to import, and the encoders of this pack
 # The encoders of the paper's tables; any other ViT or DeiT of timm works by its name as well.
 ENCODERS: dict[str, str] = {
     compact.NAME: "ViT for 32 px, 1.3 M parameters, CIFAR-100 pre-training; ships with the package, needs no download",
+    photos.NAME: "ViT-Ti/16 for photos at 128 px, from vit_tiny_patch16_224; ships with the package, needs no download",
     "vit_tiny_patch16_224": "ViT-Ti/16, ImageNet-21k to 1k, supervised",
     "vit_small_patch16_224": "ViT-S/16, ImageNet-21k to 1k, supervised",
     "deit_tiny_patch16_224": "DeiT-Ti/16, ImageNet-1k, supervised",
@@ -40,6 +44,20 @@ ENCODERS: dict[str, str] = {
 _ARCHITECTURES = {DEIT_611: "deit_small_patch16_224"}  # names that are not timm's, over a network that is
 
 
+class Packaged(NamedTuple):
+    """An encoder whose weights are in the package."""
+
+    create: Callable[[], PlainViT]
+    data_config: dict[str, Any]
+    weights: Traversable
+
+
+PACKAGED: dict[str, Packaged] = {
+    compact.NAME: Packaged(compact.create_compact, compact.DATA_CONFIG, compact.WEIGHTS),
+    photos.NAME: Packaged(photos.create_photos, photos.DATA_CONFIG, photos.WEIGHTS),
+}
+
+
 class EncoderError(TplError):
     """The encoder or its weights are not available."""
 
@@ -48,18 +66,20 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
     """The encoder `name`: frozen, with its pre-trained weights, or a network to train from scratch.
 
     `weights` is a local `.safetensors` file or a state dict saved by torch; without it timm downloads its weights of
-    that name, and `compact` uses those in the package. Without `download`, timm's weights must have been downloaded
-    before, and no hub is contacted.
+    that name, and `compact` and `photos` use those in the package. Without `download`, timm's weights must have been
+    downloaded before, and no hub is contacted.
     """
     if resnet.is_resnet(name):
         if weights is not None:
             raise EncoderError(f"'{name}' is trained from scratch and takes no weight file; leave --weights out.")
         return resnet.create_resnet(name)
-    if name == compact.NAME:
-        model: Any = compact.create_compact()
-        data_config = dict(compact.DATA_CONFIG)
+    if name in PACKAGED:
+        packaged = PACKAGED[name]
+        with torch.device("meta"):  # without random weights, which the file's replace
+            model: Any = packaged.create()
+        data_config = dict(packaged.data_config)
         if weights is None:
-            with as_file(compact.WEIGHTS) as file:
+            with as_file(packaged.weights) as file:
                 return _from_file(name, model, data_config, file, remembered=None)
         return _from_file(name, model, data_config, Path(weights), remembered=Path(weights))
     if weights is not None:
@@ -82,8 +102,9 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
         raise EncoderError(
             f"The weights of '{name}' could not be downloaded ({type(error).__name__}). Two ways out: "
             f"connect to the network once so that timm can fetch them, or pass a local file with "
-            f"--weights FILE. Without either: --encoder {compact.NAME} needs no download (for data other than CIFAR, "
-            f"on which it was pre-trained), and --encoder {resnet.NAME} trains from scratch."
+            f"--weights FILE. Without either: --encoder {photos.NAME} for photos and --encoder "
+            f"{compact.NAME} for 32 pixels (CIFAR-100, on which it was pre-trained, aside) need no download, and "
+            f"--encoder {resnet.NAME} trains from scratch."
         ) from error
     digest = hash_tensors(model.state_dict())
     return ViTEncoder(model, name, digest, _data_config(model), weights=None)
@@ -125,6 +146,31 @@ def _downloaded(name: str) -> dict[str, Any] | None:
         )
     _refuse_small_file(name, cached[0])
     return {"file": str(cached[0]), "custom_load": cached[0].suffix == ".npz"}
+
+
+class Download(NamedTuple):
+    """Weights that timm has to fetch."""
+
+    bytes: int
+    licence: str
+
+
+def download_of(name: str) -> Download | None:
+    """What `create_encoder` would download; None if the weights are here already, or are not timm's."""
+    if name in PACKAGED or name in _ARCHITECTURES or resnet.is_resnet(name):
+        return None
+    import timm
+
+    check_encoder_name(name)
+    config, network = timm.get_pretrained_cfg(name), network_shapes(name)
+    if config is None or not config.has_weights or network is None:
+        return None
+    try:
+        _downloaded(name)
+        return None
+    except EncoderError:
+        size = sum(4 * p.numel() for p in network.parameters())
+        return Download(size, (config.license or "not stated by timm").capitalize())
 
 
 def network_shapes(name: str) -> Any:
@@ -190,7 +236,7 @@ def _from_file(
 ) -> Encoder:
     state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
     try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # right names, other shapes
         detail = str(error).splitlines()[-1].strip()
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).") from error
@@ -223,4 +269,5 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         state = state["model"]  # checkpoints of the DeiT family wrap the state dict
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise EncoderError(f"{file} is no plain state dict: it must map names to tensors.")
-    return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    # Copies: safetensors maps a file into memory, and a file may change.
+    return {k: v.to(torch.float32 if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()}

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,15 @@ def decode(data: bytes, name: str) -> Image.Image:
             f"{name} cannot be decoded ({error or type(error).__name__}): the file is damaged or incomplete; "
             "restore or remove it."
         ) from error
+
+
+def size_of(file: Path | io.BytesIO, name: str) -> tuple[int, int]:
+    """Width and height from a file's header; UnreadableImage where it has none."""
+    try:
+        with Image.open(file, formats=_formats()) as image:
+            return image.size
+    except Exception as error:  # as in `decode`
+        raise UnreadableImage(f"{name} has no size that can be read ({error or type(error).__name__}).") from error
 
 
 class Budget:

@@ -8,6 +8,7 @@ import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
 from tpl.files import read_bounded
-from tpl.stream.decoding import SUFFIXES, decode, to_rgb
+from tpl.stream.decoding import SUFFIXES, decode, size_of, to_rgb
 from tpl.stream.images import ImageSet, Labels, as_labels, in_range
 
 TEST_NAMES = ("test", "val")
@@ -90,6 +91,10 @@ class FileImages(ImageSet):
     def load(self, index: int) -> Image.Image:
         entry = self._entries[in_range(index, len(self))]
         return decode(read_bytes(entry), str(entry))
+
+    def size(self, index: int) -> tuple[int, int]:
+        entry = self._entries[in_range(index, len(self))]
+        return size_of(entry if isinstance(entry, Path) else BytesIO(read_bytes(entry)), str(entry))
 
     def name(self, index: int) -> str:
         return str(self._entries[in_range(index, len(self))])

@@ -34,6 +34,10 @@ class ImageSet(ABC):
     def load(self, index: int) -> Image.Image:
         """The image as RGB; raises UnreadableImage, naming the file, where it cannot be decoded."""
 
+    def size(self, index: int) -> tuple[int, int]:
+        """Width and height in pixels, as stored; of a file, its header says so. Raises UnreadableImage."""
+        return self.load(index).size
+
     @abstractmethod
     def name(self, index: int) -> str:
         """Where the image comes from: a path, or something like "digits[17]"."""
@@ -79,6 +83,9 @@ class WrappedImages(ImageSet):
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self._images.size(index)
 
     def name(self, index: int) -> str:
         return self._images.name(index)
@@ -234,6 +241,10 @@ class _View(ImageSet):
     def load(self, index: int) -> Image.Image:
         part, position = self._locate(index)
         return part.load(position)
+
+    def size(self, index: int) -> tuple[int, int]:
+        part, position = self._locate(index)
+        return part.size(position)
 
     def name(self, index: int) -> str:
         part, position = self._locate(index)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.methods.parts.added_ridge import add_sums
-from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig
+from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig, Trial, leave_one_out
 from tpl.scores.calibration import graded_p_values
 from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
 
@@ -36,6 +37,7 @@ USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, i
 PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
 RULES = RidgeConfig(ridge_criterion="error")
 START = STRENGTHS[5]  # of the search for the ridge's strength
+SAME_SUMS = 1e-9  # relative difference of sums over the same samples
 SMALLEST = 1e-6  # of what remains of a sample's own influence
 
 
@@ -52,13 +54,16 @@ class CentredRidge(RandomRidge):
         """The mean of all targets: every class's share of the samples."""
         return self.counts / self.counts.sum().clamp_min(1)
 
+    def _penalty(self, strength: float) -> float:
+        """What is added to the diagonal: the strength in units of the mean variance."""
+        diagonal = self.gram.diagonal()
+        spread = float((diagonal - self.counts.sum() * self.centre.square()).mean())
+        least = SMALLEST * float(diagonal.mean())  # equal samples leave nothing but rounding
+        return strength * (max(spread, least) or 1.0)
+
     def _factor(self, strength: float) -> Tensor | None:
         centre = self.centre
-        ridge = self.gram - self.counts.sum() * torch.outer(centre, centre)
-        least = SMALLEST * float(self.gram.diagonal().mean())  # equal samples leave nothing but rounding
-        ridge.diagonal().add_(strength * (max(float(ridge.diagonal().mean()), least) or 1.0))
-        factor, failed = torch.linalg.cholesky_ex(ridge)
-        return None if bool(failed) else factor
+        return _cholesky(self.gram - self.counts.sum() * torch.outer(centre, centre), self._penalty(strength))
 
     def _weights(self, factor: Tensor) -> Tensor:
         return torch.cholesky_solve(self.sums - torch.outer(self.centre, self.counts), factor).contiguous()
@@ -70,6 +75,44 @@ class CentredRidge(RandomRidge):
     def influence(self, hidden: Tensor, factor: Tensor) -> Tensor:
         """The weight of each sample in its own output, through the intercept as well."""
         return super().influence(hidden - self.centre, factor) + 1 / self.counts.sum()
+
+    def _inner_products(self, hidden: Tensor) -> Tensor | None:
+        """Of the centred samples, `[n, n]`, if they are all samples of the sums and few: n equations then suffice."""
+        few = 2 * len(hidden) <= hidden.shape[1] and len(hidden) == int(self.counts.sum())
+        if not few or not torch.isclose(hidden.square().sum(), self.gram.trace(), rtol=SAME_SUMS):
+            return None  # of a class that was removed, the Gram matrix keeps its part
+        centred = hidden - self.centre
+        return centred @ centred.T
+
+    def _attempts(self, hidden: Tensor, y: Tensor, inside: bool) -> Callable[[float], Trial | None]:
+        products = self._inner_products(hidden) if inside else None
+        if products is None:
+            return super()._attempts(hidden, y, inside)
+        centred, target = hidden - self.centre, F.one_hot(y, self.classes).double() - self.shares
+
+        def attempt(strength: float) -> Trial | None:
+            factor = _cholesky(products, self._penalty(strength))
+            if factor is None:
+                return None
+            weights = (centred.T @ torch.cholesky_solve(target, factor)).contiguous()
+            return self._trial(hidden, y, weights, self._influence_of_few(factor, strength))
+
+        return attempt
+
+    def _influence_of_few(self, factor: Tensor, strength: float) -> Tensor:
+        """`influence`, with K the inner products: the diagonal of K (K + penalty I)^-1 = I - penalty (K + ...)^-1."""
+        inverse = torch.cholesky_inverse(factor).diagonal()
+        return 1 - self._penalty(strength) * inverse + 1 / self.counts.sum()
+
+    def left_out(self, z: Tensor, y: Tensor) -> Tensor:
+        """Outputs for samples that are part of the sums, each by the regression of all others."""
+        hidden = self.hidden(z)
+        products = self._inner_products(hidden)
+        factor = None if products is None else _cholesky(products, self._penalty(self.strength))
+        if factor is None:
+            return super().left_out(z, y)
+        target = F.one_hot(y, self.classes).double()
+        return leave_one_out(self.outputs(hidden, self.weights), self._influence_of_few(factor, self.strength), target)
 
 
 class Discriminant:
@@ -277,6 +320,14 @@ class ClosedForm:
         found.sharpness, found.sureness = state["sharpness"].tolist()
         found._derive(choose=False)
         return found
+
+
+def _cholesky(matrix: Tensor, penalty: float) -> Tensor | None:
+    """The Cholesky factor with a penalty on the diagonal; None where that is too small for rounding."""
+    ridge = matrix.clone()
+    ridge.diagonal().add_(penalty)
+    factor, failed = torch.linalg.cholesky_ex(ridge)
+    return None if bool(failed) else factor
 
 
 def same_features(a: ClosedForm, b: ClosedForm) -> bool:

@@ -13,7 +13,7 @@ subtracted from the logits (Menon et al., 2021), which changes nothing where all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -210,12 +210,12 @@ class RandomRidge:
 
         `inside`: the samples are part of the sums. The search moves from the last strength to better neighbours.
         """
-        hidden = torch.cat([self.hidden(part) for part in z.split(BLOCK)])
+        attempt = self._attempts(torch.cat([self.hidden(part) for part in z.split(BLOCK)]), y, inside)
         trials: dict[float, Trial] = {}
         tried: set[float] = set()
         place = STRENGTHS.index(self.strength)
         while untried := set(STRENGTHS[max(place - 1, 0) : place + 2]) - tried:
-            found = {strength: self._try(strength, hidden, y, inside) for strength in untried}
+            found = {strength: attempt(strength) for strength in untried}
             trials |= {strength: trial for strength, trial in found.items() if trial is not None}
             tried |= untried
             place = STRENGTHS.index(self._best(trials)) if trials else min(place + 1, len(STRENGTHS) - 1)
@@ -225,14 +225,23 @@ class RandomRidge:
         self.temperature = trials[self.strength].temperature
         return trials[self.strength].weights
 
-    def _try(self, strength: float, hidden: Tensor, y: Tensor, inside: bool) -> Trial | None:
-        factor = self._factor(strength)
-        if factor is None:
-            return None
-        weights = self._weights(factor)
+    def _attempts(self, hidden: Tensor, y: Tensor, inside: bool) -> Callable[[float], Trial | None]:
+        """What one strength after the other gives on samples; None where the ridge is too weak for rounding."""
+
+        def attempt(strength: float) -> Trial | None:
+            factor = self._factor(strength)
+            if factor is None:
+                return None
+            weights = self._weights(factor)
+            return self._trial(hidden, y, weights, self.influence(hidden, factor) if inside else None)
+
+        return attempt
+
+    def _trial(self, hidden: Tensor, y: Tensor, weights: Tensor, influence: Tensor | None) -> Trial:
+        """A classifier on samples; with their `influence` on themselves, each of them is left out."""
         predicted, target = self.outputs(hidden, weights), F.one_hot(y, self.classes).double()
-        if inside:
-            predicted = leave_one_out(predicted, self.influence(hidden, factor), target)
+        if influence is not None:
+            predicted = leave_one_out(predicted, influence, target)
         return Trial(float((predicted - target).square().mean()), *self._fit_temperature(predicted, y), weights)
 
     def _fit_temperature(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, float]:
