@@ -48,7 +48,8 @@ NOTES = (
 )
 SECONDS = 15.0
 TYPING, READING, WAITING, END = 0.035, 0.75, 0.6, 2.2  # seconds: a letter, an output, a command at work, the end
-COLUMNS, LINE, LETTER, MARGIN, TOP = 78, 19, 8.05, 22, 52  # letters; pixels
+COLUMNS, ROWS = 60, 24  # of the terminal: narrow enough to be read on a phone; what is above scrolls away
+LINE, LETTER, MARGIN, TOP = 19, 8.05, 22, 52  # pixels
 COLOURS = {"prompt": "#7fd1ae", "command": "#f2f5f7", "output": "#b9c4cd", "note": "#7d8b97", "answer": "#ffd479"}
 
 
@@ -135,8 +136,7 @@ def pieces_of(steps: Sequence[Step]) -> list[Piece]:
 def svg_of(steps: Sequence[Step]) -> str:
     """The film: every piece of text becomes visible at its time, again and again."""
     pieces = [piece for piece in pieces_of(steps) if piece.text.strip()]
-    width = round(2 * MARGIN + LETTER * COLUMNS)
-    height = TOP + LINE * (max(piece.row for piece in pieces) + 1) + MARGIN
+    width, height = round(2 * MARGIN + LETTER * COLUMNS), TOP + LINE * ROWS + MARGIN
     times = sorted({round(piece.seconds, 2) for piece in pieces})
     names = {seconds: f"t{number}" for number, seconds in enumerate(times)}
     rules = [
@@ -150,7 +150,8 @@ def svg_of(steps: Sequence[Step]) -> str:
         + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
         + ".command{font-weight:600}"
         + "".join(rules)
-        + "@media(prefers-reduced-motion:reduce){text{animation:none}}"
+        + scrolling(pieces)
+        + "@media(prefers-reduced-motion:reduce){text,.scroll{animation:none}}"
     )
     texts = [
         f'<text class="{piece.kind} {names[round(piece.seconds, 2)]}" x="{MARGIN + LETTER * piece.column:.1f}" '
@@ -166,8 +167,22 @@ def svg_of(steps: Sequence[Step]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{label}"><style>{style}</style>'
-        f'<rect width="{width}" height="{height}" rx="10" fill="#16202a"/>{dots}{"".join(texts)}</svg>\n'
+        f'<clipPath id="screen"><rect y="{TOP - 8}" width="{width}" height="{height - TOP}"/></clipPath>'
+        f'<rect width="{width}" height="{height}" rx="10" fill="#16202a"/>{dots}'
+        f'<g clip-path="url(#screen)"><g class="scroll">{"".join(texts)}</g></g></svg>\n'
     )
+
+
+def scrolling(pieces: Sequence[Piece]) -> str:
+    """Style rules that move the text up whenever a new line would be below the terminal's last row."""
+    moves, lowest = [(0.0, 0)], ROWS - 1
+    for piece in sorted(pieces, key=lambda piece: piece.seconds):
+        if piece.row > lowest:
+            lowest = piece.row
+            moves.append((piece.seconds, LINE * (lowest - ROWS + 1)))
+    frames = "".join(f"{100 * seconds / SECONDS:.2f}%{{transform:translateY(-{up}px)}}" for seconds, up in moves)
+    end = f"transform:translateY(-{moves[-1][1]}px)"
+    return f".scroll{{{end};animation:scroll {SECONDS:g}s step-end infinite}}@keyframes scroll{{{frames}100%{{{end}}}}}"
 
 
 def main() -> None:
