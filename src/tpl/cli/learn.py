@@ -15,7 +15,6 @@ from tpl.cli.options import DATA, TRAINING, AsJson, Device, Download, Encoder, F
 from tpl.cli.plan import (
     BALANCED,
     CLOSED_FORM,
-    LIMIT,
     MEMORY,
     OPTIONS,
     PLUS,
@@ -34,6 +33,7 @@ from tpl.cli.plan import (
     parse_time,
     print_plan,
     trained_on,
+    usual_limit,
     width_for,
 )
 from tpl.cli.text import (
@@ -105,7 +105,8 @@ def learn(
         typer.Option(
             "--time",
             metavar="TIME",
-            help="For balanced: how long training a task may take, such as 90s or 5m; 2m by default.",
+            help="For balanced: how long training a task may take, such as 90s or 5m; by default half a second an "
+            "image, but at least 30s and at most 2m.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -448,9 +449,12 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learne
     choice, train = None, trained_on(ready, request.held_out, learner.method.seed)
     if preset == BALANCED and learner.method.name == PLUS and not request.update:
         epochs = epochs_for(learner.method, train)
-        choice = choose_training(learner, ready, train, epochs, request.limit or LIMIT)
+        choice = choose_training(learner, ready, train, epochs, request.limit or usual_limit(train))
         if choice.method == CLOSED_FORM:
             learner = learner.instead(CLOSED_FORM)
+        elif not learner.classes_:
+            options = learner.method.config.to_dict() | {"adapted_blocks": choice.adapted_blocks}
+            learner = learner.instead(PLUS, **options)
     elif preset is not None and not request.update:
         reason = "nothing is trained" if learner.method.name == CLOSED_FORM else "every task's model is trained in full"
         choice = Choice(preset, learner.method.name, reason)
