@@ -457,7 +457,8 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learne
             learner = learner.instead(PLUS, **options)
     elif preset is not None and not request.update:
         reason = "nothing is trained" if learner.method.name == CLOSED_FORM else "every task's model is trained in full"
-        choice = Choice(preset, learner.method.name, reason)
+        blocks = getattr(learner.method.config, "adapted_blocks", None)
+        choice = Choice(preset, learner.method.name, reason, adapted_blocks=blocks)
     if choice is not None:
         chosen["choice"] = choice.to_dict()
     options = options_of(learner.method.name)

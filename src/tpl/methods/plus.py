@@ -119,7 +119,7 @@ class Balance:
     def __init__(self, likelihoods: Tensor | None = None, images: int = 0) -> None:
         zeros = torch.zeros(len(self.bank_grid), len(self.expert_grid), dtype=torch.float64)
         self.likelihoods = zeros if likelihoods is None else likelihoods.cpu()  # logarithms
-        if self.likelihoods.shape not in ((len(self.bank_grid) - early, zeros.shape[1]) for early in (0, 1)):
+        if len(self.likelihoods) not in (len(zeros) - 1, len(zeros)) or self.likelihoods.shape[1:] != zeros.shape[1:]:
             raise ValueError(f"likelihoods of {tuple(self.likelihoods.shape)} exponents")
         self.bank_exponents = self.bank_grid[-len(self.likelihoods) :]
         self.images = images
