@@ -95,8 +95,8 @@ def learn(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="quick: no training, seconds; balanced (default): task models are trained if that fits the time; "
-            "best: always.",
+            help="quick: no training, seconds; balanced (default): task models are trained as far as the time allows; "
+            "best: in full.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -172,8 +172,8 @@ def learn(
 ) -> None:
     """Learn classes from folders of images: make a model, or add classes to one, without the images of old classes.
 
-    40 images take less than a minute on two cores with the compact encoder; `--dry-run` estimates the time for yours.
-    Task models are trained if that takes at most `--time`; without them, learning takes seconds.
+    40 images take less than a minute on two cores; `--dry-run` estimates the time for yours.
+    Task models are trained as far as `--time` allows; without them, learning takes seconds.
     Ctrl-C stops it and leaves the model as it was.
 
     Examples:
