@@ -252,7 +252,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=4)
     parser.add_argument("--per-class", type=int, nargs="+", default=[3, 10, 30], help="training photos of a class")
     parser.add_argument("--test", type=int, default=20, help="test photos of a class, at most")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="trials for each number of photos")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first trial")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="CLASS", help="folders that are no class")
     parser.add_argument("--encoder", default="compact")
     parser.add_argument("--weights", type=Path)
@@ -274,7 +275,7 @@ def main() -> None:
     # The first calls prepare things: start-up is left out for all.
     features([next(iter(folders.values()))[0]])
     product(drawn(folders, 4, 2, 3, 3, 1, 0), [*common, "--preset", "quick"])
-    for seed in range(wanted.seeds):
+    for seed in range(wanted.first_seed, wanted.first_seed + wanted.seeds):
         for each in wanted.per_class:
             trial = drawn(folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed)
             found = {f"tpl learn {own}".strip(): product(trial, common + shlex.split(own)) for own in wanted.product}
@@ -291,7 +292,7 @@ def _write(wanted: argparse.Namespace, rows: dict[tuple[int, str], list[Row]]) -
     found = [
         {"per_class": each, "name": name, "seed": seed} | {k: round(v, 4) for k, v in row._asdict().items()}
         for (each, name), own in rows.items()
-        for seed, row in enumerate(own)
+        for seed, row in enumerate(own, start=wanted.first_seed)
     ]
     wanted.json.write_text(json.dumps({"photos": wanted.folder.name, "options": options, "rows": found}, indent=1))
 

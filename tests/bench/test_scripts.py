@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from pictures import photos
 from scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +75,15 @@ def test_the_strength_of_a_ridge_is_measured(
     module.report(split, ridge, ridge="error")
     line = json.loads(capsys.readouterr().out)
     assert line["ridge"] == "error" and 0 <= line["accuracy"] <= 100
+
+
+def test_two_tasks_are_learned_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos(tmp_path, ["ant", "bee", "cat", "cow", "dog", "fox"], 2)
+    quick = ["--each", "2", "--rounds", "1", "--product", "--preset quick"]
+    monkeypatch.setattr(sys, "argv", ["learn_time", str(tmp_path), *quick])
+    load("learn_time").main()
+    row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    assert row[0] == "`--preset quick`" and row[3:] == ["–", "–, –"]
+    assert all(float(seconds) > 0 for seconds in row[1:3])

@@ -55,13 +55,57 @@ def test_balanced_trains_if_that_fits_the_time(place: Path, tmp_path: Path, monk
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
     none = learn(tmp_path / "a", place / "pets", "--time", "1s")
     assert none["choice"]["method"] == "closed-form" and "more than 1 s" in none["choice"]["reason"]  # type: ignore[index]
+    assert none["choice"]["adapted_blocks"] is None  # type: ignore[index]
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 1e-5)
     trained = learn(tmp_path / "b", place / "pets")
     assert trained["choice"]["method"] == "tpl-plus" and trained["epochs"] == 6  # type: ignore[index]
+    assert trained["choice"]["adapted_blocks"] == "all"  # type: ignore[index]
     monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
     fewer = learn(tmp_path / "b", place / "birds", "--time", "2s")
-    assert 1 <= fewer["epochs"] < 6 and "instead of 6" in fewer["choice"]["reason"]  # type: ignore[index, operator]
+    assert 1 <= fewer["epochs"] < 6 and "6 epochs would take" in fewer["choice"]["reason"]  # type: ignore[index, operator]
     assert "leave --preset out" in refusal("learn", tmp_path / "b", place / "birds", "--preset", "quick")
+
+
+def test_adapters_are_in_the_last_blocks_where_all_take_too_long_and_all_tasks_follow(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpl.schedule.epochs_for", lambda method, images: 6)
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.01)
+    model = tmp_path / "m"
+    words = ["learn", model, place / "pets", "--time", "3s", "--encoder", SMALL_VIT, "--device", "cpu"]
+    said = (
+        "balanced: tpl-plus, as training the last 1 of 2 blocks for 6 epochs takes about 2 s, within 3 s; training all"
+    )
+    assert said in call(*words, "--dry-run").stdout and not model.exists()
+    assert said in call(*words).stdout
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 1e-5)
+    second = learn(model, place / "birds")
+    assert second["choice"]["adapted_blocks"] == 1 and second["epochs"] == 6  # type: ignore[index]
+    loaded = Learner.load(model, device="cpu")
+    assert loaded.preset == "balanced" and loaded.method.config.to_dict()["adapted_blocks"] == 1
+    assert "adapted-blocks 1, which cannot change" in refusal("learn", model, place / "birds", "--adapted-blocks", "2")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "blocks", "epochs"),
+    [(140, "all", None), (139, "all", 20), (70, "all", 20), (69, 1, 20), (36, 1, 20), (35, None, None)],
+)
+def test_blocks_come_before_epochs_and_twenty_epochs_before_none(
+    seconds: float, blocks: int | str | None, epochs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over all images takes a second: training takes 3.5 seconds an epoch in two blocks, and half of it in one.
+
+    Ahead of the latter, the block below runs once, for half a second.
+    """
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu")
+    monkeypatch.setattr(plan, "seconds_per_image", lambda learner, given: 0.1)
+    found = plan.choose_training(learner, None, 10, 40, seconds)  # type: ignore[arg-type]
+    assert (found.adapted_blocks, found.epochs) == (blocks, epochs)
+    assert found.method == ("closed-form" if blocks is None else "tpl-plus")
+
+
+def test_the_usual_limit_grows_with_the_images_between_two_bounds() -> None:
+    assert [plan.usual_limit(images) for images in (0, 40, 60, 100, 240, 5000)] == [30, 30, 30, 50, 120, 120]
 
 
 def test_a_dry_run_says_what_would_be_chosen(place: Path, tmp_path: Path) -> None:

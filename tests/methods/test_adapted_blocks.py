@@ -184,13 +184,29 @@ def test_an_answer_of_a_method_runs_the_blocks_below_once(
 def test_a_task_is_learned_with_the_blocks_below_run_once_for_its_images(
     small_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training, statistics and the expert use the same tokens; the memory's images and held-out ones have theirs."""
+    """Training, statistics and the expert use the same tokens; so it is for the memory's images before and after."""
     learner, method = tpl_learner("tpl-plus", random_features=64, memory=10, expert_views="first")
-    with calls_of(CPUInference, "tokens", monkeypatch) as computed:
-        learner.learn(small_stream[0], held_out=0)
-    trained_on = len(small_stream[0].train)
-    assert [len(images) for images in computed].count(trained_on) == 1
-    assert not method.bank._shared._shared  # nothing is kept behind it
+    for task in small_stream[:2]:
+        before = [len(method.memory)] if len(method.memory) else []  # what is replayed
+        with calls_of(CPUInference, "tokens", monkeypatch) as computed:
+            learner.learn(task, held_out=0)
+        # One image tells how large tokens are.
+        assert [len(images) for images in computed] == [1, len(task.train), *before, len(method.memory)]
+        assert not method.bank._shared._shared  # nothing is kept behind it
+
+
+def test_all_shared_tokens_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, pixels, others = small_vit(), some_pixels(8), some_pixels(6)
+    bank = new_bank(encoder, adapted_blocks=1)
+    bank.share_too(pixels)
+    assert not bank._shared._shared  # not without a context
+    monkeypatch.setattr(bank_module, "MOST_SHARED", bank.tokens(pixels).nbytes)
+    with calls_of(CPUInference, "tokens", monkeypatch) as computed, bank.sharing(pixels):
+        bank.share_too(others)
+        for _ in range(2):
+            bank.outputs(pixels, 0)
+            bank.outputs(others, 0)
+    assert [len(images) for images in computed] == [8, 6, 6]
 
 
 # Training on tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,10 +28,10 @@ def test_a_loud_opinion_is_toned_down_and_a_worthless_one_silenced() -> None:
     a, _ = Balance().updated(bank, nothing, labels).exponents
     assert a == 2 / 32  # logits 2 e_y + N(0, 1) have log-odds of twice their difference
     random, _ = opinions(4000, sharpness=32, noise=1, seed=1)
-    assert Balance().updated(random, nothing, labels).exponents[0] == min(Balance.bank_grid)
+    assert Balance().updated(random, nothing, labels).exponents[0] == 0
     right, _ = opinions(4000, sharpness=2, noise=1, seed=0)
     a, w = Balance().updated(random, right, labels).exponents
-    assert (a, w) == (min(Balance.bank_grid), 1.0)
+    assert (a, w) == (0, 1.0)
 
 
 def test_the_likeliest_by_brute_force() -> None:
@@ -40,7 +41,8 @@ def test_the_likeliest_by_brute_force() -> None:
     costs = {
         (a, w): float(torch.nn.functional.cross_entropy(a * bank + w * expert, labels, reduction="sum"))
         + float(
-            torch.log2(torch.tensor(a / Balance.usual[0])) ** 2 + torch.log2(torch.tensor(w / Balance.usual[1])) ** 2
+            torch.log2(torch.tensor((a or 1 / 128) / Balance.usual[0])) ** 2
+            + torch.log2(torch.tensor(w / Balance.usual[1])) ** 2
         )
         for a in Balance.bank_grid
         for w in Balance.expert_grid
@@ -53,3 +55,36 @@ def test_the_likeliest_by_brute_force() -> None:
 def test_few_images_hardly_move_it() -> None:
     bank, labels = opinions(1, 0.5, 0, seed=0)
     assert Balance().updated(bank, bank, labels).exponents == Balance.usual
+
+
+def early(balance: Balance) -> Balance:
+    """The balance as an early version would have stored it, without the likelihoods at a = 0."""
+    state = balance.state()
+    return Balance.from_state(state | {"likelihoods": state["likelihoods"][1:]})
+
+
+def test_likelihoods_of_an_early_version_are_continued_without_zero() -> None:
+    (bank, _), (expert, labels) = opinions(400, 32, 1, seed=1), opinions(400, 2, 1, seed=0)
+    old = early(Balance().updated(bank[:200], expert[:200], labels[:200]))
+    assert old.exponents[0] == 1 / 64
+    more = old.updated(bank[200:], expert[200:], labels[200:])
+    whole = Balance().updated(bank, expert, labels)
+    assert more.exponents[0] == 1 / 64 and more.images == 400 and whole.exponents[0] == 0
+    torch.testing.assert_close(more.likelihoods, whole.likelihoods[1:])
+    assert Balance.from_state(more.state()).exponents == more.exponents
+
+
+def test_balances_are_joined_on_the_exponents_that_both_have() -> None:
+    (bank, _), (expert, labels) = opinions(400, 32, 1, seed=1), opinions(400, 2, 1, seed=0)
+    a, b = (Balance().updated(bank[part], expert[part], labels[part]) for part in (slice(200), slice(200, 400)))
+    whole = Balance().updated(bank, expert, labels)
+    torch.testing.assert_close(a.joined(b).likelihoods, whole.likelihoods)
+    for pair in ((early(a), b), (a, early(b)), (early(a), early(b))):
+        found = pair[0].joined(pair[1])
+        torch.testing.assert_close(found.likelihoods, whole.likelihoods[1:])
+        assert found.images == 400
+
+
+def test_likelihoods_of_any_other_shape_are_damage() -> None:
+    with pytest.raises(ValueError, match="likelihoods"):
+        Balance(torch.zeros(5, len(Balance.expert_grid), dtype=torch.float64))

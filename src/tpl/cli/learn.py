@@ -95,8 +95,8 @@ def learn(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="quick: no training, seconds; balanced (default): task models are trained if that fits the time; "
-            "best: always.",
+            help="quick: no training, seconds; balanced (default): task models are trained as far as the time allows; "
+            "best: in full.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -105,7 +105,8 @@ def learn(
         typer.Option(
             "--time",
             metavar="TIME",
-            help="For balanced: how long training a task may take, such as 90s or 5m; 2m by default.",
+            help="For balanced: how long training a task may take, such as 90s or 5m; by default half a second an "
+            "image, but at least 30s and at most 2m.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -172,8 +173,8 @@ def learn(
     """Learn classes from folders of images: make a model, or add classes to one, without the images of old classes.
 
     40 images take less than a minute on two cores; `--dry-run` estimates the time for yours. Without `--encoder`, small
-    images are seen with `compact` and photos with `photos`, which are both in the package. Task models are trained if
-    that takes at most `--time` (with `photos`, not for few images); without them, learning takes seconds.
+    images are seen with `compact` and photos with `photos`, which are both in the package. Task models are trained as
+    far as `--time` allows (with `photos`, not for few images unless asked for); without them, learning takes seconds.
     Ctrl-C stops it and leaves the model as it was.
 
     Examples:
@@ -460,9 +461,13 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learne
         choice = choose_training(learner, ready, train, epochs, request.limit)
         if choice.method == CLOSED_FORM:
             learner = learner.instead(CLOSED_FORM)
+        elif not learner.classes_:
+            options = learner.method.config.to_dict() | {"adapted_blocks": choice.adapted_blocks}
+            learner = learner.instead(PLUS, **options)
     elif preset is not None and not request.update:
         reason = "nothing is trained" if learner.method.name == CLOSED_FORM else "every task's model is trained in full"
-        choice = Choice(preset, learner.method.name, reason)
+        blocks = getattr(learner.method.config, "adapted_blocks", None)
+        choice = Choice(preset, learner.method.name, reason, adapted_blocks=blocks)
     if choice is not None:
         chosen["choice"] = choice.to_dict()
     options = options_of(learner.method.name)

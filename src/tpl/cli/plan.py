@@ -5,6 +5,7 @@ Mistakes are reported before anything is read or imported: what needs torch is i
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -31,8 +32,12 @@ PLUS = "tpl-plus"
 CLOSED_FORM = "closed-form"
 QUICK, BALANCED, BEST = "quick", "balanced", "best"
 PRESETS = (QUICK, BALANCED, BEST)
-LIMIT = 120.0  # seconds that training a task may take under `balanced`, unless --time says otherwise
-TRAINING_COST = 3.0  # passes of the encoder without training that a training step on an image takes
+# Seconds that training a task may take under `balanced`, unless --time says otherwise: so many an image, between two
+# bounds. A few photos are learned in less than a minute, from the command to the prompt.
+SECONDS_PER_PHOTO, SHORTEST_LIMIT, LONGEST_LIMIT = 0.5, 30.0, 120.0
+# Passes of the encoder without training that a training step on an image takes: 2.4 to 3.8 on one core and on two, in
+# all blocks of ViT-tiny and in the last three.
+TRAINING_COST = 3.5
 FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
@@ -94,12 +99,13 @@ class Choice:
     seconds: float | None = None  # that training was estimated to take
     limit: float | None = None
     epochs: int | None = None  # None: as many as the schedule says, or none
+    adapted_blocks: int | str | None = None  # of task models
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON."""
         seconds = None if self.seconds is None else round(self.seconds, 1)
         found = {"preset": self.preset, "method": self.method, "reason": self.reason}
-        return found | {"estimated_seconds": seconds, "time_limit": self.limit}
+        return found | {"adapted_blocks": self.adapted_blocks, "estimated_seconds": seconds, "time_limit": self.limit}
 
 
 @dataclass(frozen=True)
@@ -259,41 +265,102 @@ def _check_method(name: str) -> None:
         raise TplError(f"'{name}' needs the images of all tasks every time: it is a bound for benchmarks (tpl run).")
 
 
-def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, asked: float | None) -> Choice:
-    """Train task models if that fits the limit. If not, a new model does without; an old one gets fewer epochs.
+def usual_limit(train: int) -> float:
+    """How many seconds the training of a task with so many images may take, if --time does not say."""
+    return min(max(SHORTEST_LIMIT, SECONDS_PER_PHOTO * train), LONGEST_LIMIT)
 
-    With few photos and the encoder for photos, which they did not help, they must be asked for.
+
+@dataclass(frozen=True)
+class Training:
+    """A way to train a task's model: adapters in the last blocks, for some epochs."""
+
+    blocks: int
+    depth: int  # blocks of the encoder
+    epochs: int
+
+    def seconds(self, one_pass: float) -> float:
+        """How long it takes, if the encoder takes `one_pass` seconds for the images of an epoch.
+
+        The blocks below the adapted ones run once for all epochs.
+        """
+        share = self.blocks / self.depth
+        return one_pass * (TRAINING_COST * self.epochs * share + 1 - share)
+
+    @property
+    def option(self) -> int | str:
+        """The value of `adapted_blocks`."""
+        return "all" if self.blocks == self.depth else self.blocks
+
+    def __str__(self) -> str:
+        which = "all blocks" if self.blocks == self.depth else f"the last {self.blocks} of {self.depth} blocks"
+        return f"training {which} for {self.epochs} epochs"
+
+    def beside(self, other: Training) -> str:
+        """This way in words, behind the other."""
+        return f"{self.epochs} epochs" if self.blocks == other.blocks else str(self)
+
+
+def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, asked: float | None) -> Choice:
+    """How task models are trained within the limit, if at all.
+
+    In full, if that fits. If not, a new model gets the shortest schedule, and adapters in as many of the encoder's last
+    blocks as fit: all, a half or a quarter. (With ten photos a class, more epochs brought nothing: docs/photos.md.) If
+    a quarter is still too much, it does without task models. A model that has task models keeps its blocks and gets fewer
+    epochs. With few photos and the encoder for photos, which they did not help, they must be asked for.
     """
-    memory, new = learner.method.memory, not learner.classes_
-    if new and asked is None and learner.method.encoder.name == PHOTOS and train < MANY_IMAGES:
+    from tpl.methods.bank.method import BankMethod
+    from tpl.nets import as_vit
+    from tpl.schedule import FEWEST_EPOCHS
+
+    method, new = learner.method, not learner.classes_
+    assert isinstance(method, BankMethod)
+    if new and asked is None and method.encoder.name == PHOTOS and train < MANY_IMAGES:
         reason = "task models gain nothing with this encoder and few images; --preset best trains them"
         return Choice(BALANCED, CLOSED_FORM, reason)
-    limit = asked or LIMIT
-    passes = epochs * (train + (train if memory is not None and len(memory) else 0))
-    seconds = TRAINING_COST * passes * seconds_per_image(learner, given)
-    name, lasts, most = learner.method.name, duration(seconds), duration(limit)
-    if seconds <= limit:
-        reason = f"training takes about {lasts}, within {most}"
-        return Choice(BALANCED, name, reason, seconds, limit)
+    limit = asked or usual_limit(train)
+    depth, fewest = as_vit(method.encoder).depth, min(epochs, FEWEST_EPOCHS)
+    one_pass = (train + (train if len(method.memory) else 0)) * seconds_per_image(learner, given)
+
+    def chosen(way: Training, reason: str, trains: bool = True) -> Choice:
+        name, blocks = (method.name, way.option) if trains else (CLOSED_FORM, None)
+        fewer = way.epochs if trains and way.epochs < epochs else None
+        return Choice(BALANCED, name, reason, way.seconds(one_pass), limit, fewer, blocks)
+
+    def lasts(way: Training) -> str:
+        return f"about {duration(way.seconds(one_pass))}"
+
+    full = Training(depth - method.bank.below, depth, epochs)
+    if full.seconds(one_pass) <= limit:
+        return chosen(full, f"training takes {lasts(full)}, within {duration(limit)}")
+    parts = [depth, depth // 2, -(-depth // 4)] if new else [full.blocks]
+    ways = [Training(blocks, depth, fewest) for blocks in dict.fromkeys(parts) if blocks]
+    for way in ways:
+        if way.seconds(one_pass) <= limit:
+            rest = f"{full.beside(way)} would take {lasts(full)}"
+            return chosen(way, f"{way} takes {lasts(way)}, within {duration(limit)}; {rest}")
+    least = ways[-1]
     if new:
-        reason = f"training would take about {lasts}, more than {most}; --time allows it"
-        return Choice(BALANCED, CLOSED_FORM, reason, seconds, limit)
-    fewer = max(1, int(epochs * limit / seconds))
-    reason = f"{fewer} epochs instead of {epochs}, which would take about {lasts}, more than {most}"
-    return Choice(BALANCED, name, reason, seconds, limit, fewer)
+        reason = f"even {least} would take {lasts(least)}, more than {duration(limit)}; --time allows it"
+        return chosen(least, reason, trains=False)
+    way = dataclasses.replace(least, epochs=max(1, int(fewest * limit / least.seconds(one_pass))))
+    rest = f"{full.beside(way)} would take {lasts(full)}, more than {duration(limit)}"
+    return chosen(way, f"{way} takes {lasts(way)}; {rest}")
 
 
 def seconds_per_image(learner: Learner, given: Labelled) -> float:
-    """How long the encoder takes for an image here: the best of a few times, as other programs may be busy."""
+    """How long the encoder takes for an image here, in batches like those of task models: the best of a few times."""
     import numpy as np
 
+    from tpl.methods.bank.method import BankMethod
+
+    method = learner.method
+    assert isinstance(method, BankMethod)
     few = given.images.select(np.arange(min(_FEW, len(given.images))))
-    pixels = learner.method.preprocess.batch(few)
-    learner.method.encoder_features(pixels)  # the first call prepares things
-    times: list[float] = []
+    pixels, times = method.preprocess.batch(few), list[float]()
+    method.bank.encoder_features(pixels)  # the first call prepares things
     while len(times) < _TIMES and sum(times) < _PATIENCE:
         started = time.perf_counter()
-        learner.method.encoder_features(pixels)
+        method.bank.encoder_features(pixels)
         times.append(time.perf_counter() - started)
     return min(times) / len(few)
 

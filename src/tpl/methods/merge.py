@@ -25,7 +25,7 @@ from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts.added_ridge import add_samples, add_sums, finish, same_features
 from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.closed_form import same_features as same_random_features
-from tpl.methods.plus import EXPERT, Balance, TPLPlus
+from tpl.methods.plus import EXPERT, TPLPlus
 from tpl.methods.tpl import TPL
 
 # Two models may differ in options of training, and in how many task models are run.
@@ -189,7 +189,7 @@ def _merge_experts(a: TPLPlus, b: TPLPlus, add: bool) -> None:
         a.held_[first:] = [held._replace(common=None) for held in a.held_[first:]]
     finish(a.expert, known, labels)
     a.closed_ = _merged_closed_forms(a, b)
-    a.balance_ = Balance(a.balance_.likelihoods + b.balance_.likelihoods, a.balance_.images + b.balance_.images)
+    a.balance_ = a.balance_.joined(b.balance_)
 
 
 def _merged_closed_forms(a: TPLPlus, b: TPLPlus) -> ClosedForm | None:

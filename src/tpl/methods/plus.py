@@ -13,6 +13,7 @@ leave-one-out then calibrates the unknown score on all images. The expert also s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,10 +106,11 @@ class Balance:
 
     Training images cannot be used, since the task models have memorised them; with few images or epochs, the bank is
     also overconfident. Of the held-out images only their likelihood at every a and w of a grid is stored, summed over
-    tasks; each task adds its own images when it is learned. With few images the prior decides.
+    tasks; each task adds its own images when it is learned. With few images the prior decides. At a = 0 the bank does
+    not count at all; a model of an early version, whose likelihoods begin at the next a, goes on without it.
     """
 
-    bank_grid = tuple(2.0**e for e in range(-6, 1))
+    bank_grid = (0.0, *(2.0**e for e in range(-6, 1)))
     expert_grid = tuple(2.0 ** (e / 2) for e in range(-4, 5))
     # The expert's temperature is fitted already, the bank's is not. Chosen on held-out digits, 10 and 30 a class.
     usual = 1 / 8, 1.0
@@ -117,6 +119,9 @@ class Balance:
     def __init__(self, likelihoods: Tensor | None = None, images: int = 0) -> None:
         zeros = torch.zeros(len(self.bank_grid), len(self.expert_grid), dtype=torch.float64)
         self.likelihoods = zeros if likelihoods is None else likelihoods.cpu()  # logarithms
+        if len(self.likelihoods) not in (len(zeros) - 1, len(zeros)) or self.likelihoods.shape[1:] != zeros.shape[1:]:
+            raise ValueError(f"likelihoods of {tuple(self.likelihoods.shape)} exponents")
+        self.bank_exponents = self.bank_grid[-len(self.likelihoods) :]
         self.images = images
         self.exponents = self._most_likely()  # a and w
 
@@ -125,15 +130,26 @@ class Balance:
         own = labels.unsqueeze(1)
         added = torch.stack([
             torch.stack([(a * bank + w * expert).log_softmax(dim=1).gather(1, own).sum() for w in self.expert_grid])
-            for a in self.bank_grid
+            for a in self.bank_exponents
         ])  # fmt: skip
         return Balance(self.likelihoods + added.cpu(), self.images + len(labels))
 
+    def joined(self, other: Balance) -> Balance:
+        """A balance of the held-out images of both."""
+        rows = min(len(self.likelihoods), len(other.likelihoods))
+        return Balance(self.likelihoods[-rows:] + other.likelihoods[-rows:], self.images + other.images)
+
     def _most_likely(self) -> tuple[float, float]:
-        bank, expert = (torch.tensor(grid, dtype=torch.float64) for grid in (self.bank_grid, self.expert_grid))
-        far = (bank / self.usual[0]).log2().square().unsqueeze(1) + (expert / self.usual[1]).log2().square()
-        best = int((self.likelihoods - self.prior * far).argmax())
-        return self.bank_grid[best // len(expert)], self.expert_grid[best % len(expert)]
+        far = [[self.distance(a, w) for w in self.expert_grid] for a in self.bank_exponents]
+        penalty = self.prior * torch.tensor(far, dtype=torch.float64)
+        best = int((self.likelihoods - penalty).argmax())
+        return self.bank_exponents[best // len(self.expert_grid)], self.expert_grid[best % len(self.expert_grid)]
+
+    @classmethod
+    def distance(cls, a: float, w: float) -> float:
+        """How far exponents are from the usual ones, in squares of log2; 0 counts as half of the next value."""
+        pairs = zip((a or cls.bank_grid[1] / 2, w), cls.usual, strict=True)
+        return sum(math.log2(value / usual) ** 2 for value, usual in pairs)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors for storage."""

@@ -304,6 +304,11 @@ class Bank:
         with self._shared.sharing(pixels) if self.below else nullcontext():
             yield
 
+    def share_too(self, pixels: Tensor) -> None:
+        """Within `sharing`, do the same for queries with these images until its end."""
+        if self.below:
+            self._shared.share_too(pixels)
+
     def encoder_features(self, pixels: Tensor) -> Tensor:
         """The encoder's own features `[n, dim]`, by the blocks below the adapted ones that queries share."""
         return self._shared.plain(pixels)
@@ -457,22 +462,22 @@ class PerTaskInference(BankInference):
 
 
 class SharedTokens:
-    """Tokens of a tensor of images, block by block: kept for further queries, as long as there is room."""
+    """Tokens of a tensor of images, by the first image of a block: kept for further queries."""
 
     def __init__(self, pixels: Tensor) -> None:
         self.pixels = pixels
         self.blocks: dict[int, Tensor] = {}
 
-    def keep(self, start: int, tokens: Tensor) -> None:
-        """Keep the tokens of the block of images that begins at `start`."""
-        if (len(self.blocks) + 1) * tokens.nbytes <= MOST_SHARED:
-            self.blocks[start] = tokens
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens that are kept."""
+        return sum(tokens.nbytes for tokens in self.blocks.values())
 
 
 class SharedInference(BankInference):
     """Tokens below the adapted blocks once per image, then passes over pairs of images and tasks."""
 
-    _shared: SharedTokens | None = None
+    _shared: tuple[SharedTokens, ...] = ()
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank)
@@ -491,23 +496,30 @@ class SharedInference(BankInference):
     def sharing(self, pixels: Tensor) -> Iterator[None]:
         """A context in which the tokens of these images are computed once; within another for them, no new one."""
         before = self._shared
-        if before is None or before.pixels is not pixels:
-            self._shared = SharedTokens(pixels)
+        if self._shared_of(pixels) is None:
+            self._shared = *before, SharedTokens(pixels)
         try:
             yield
         finally:
             self._shared = before
 
+    def share_too(self, pixels: Tensor) -> None:
+        """Within `sharing`, compute the tokens of these images once, too, until its end."""
+        if self._shared and self._shared_of(pixels) is None:
+            self._shared = *self._shared, SharedTokens(pixels)
+
+    def _shared_of(self, pixels: Tensor) -> SharedTokens | None:
+        return next((each for each in self._shared if each.pixels is pixels), None)
+
     def block(self, pixels: Tensor, start: int) -> Tensor:
         """Tokens of the block of images that begins at `start`."""
-        shared = self._shared
-        if shared is None or shared.pixels is not pixels:
-            return self.tokens(pixels[start : start + BLOCK])
-        if (known := shared.blocks.get(start)) is not None:
+        shared = self._shared_of(pixels)
+        if shared is not None and (known := shared.blocks.get(start)) is not None:
             return known
         tokens = self.tokens(pixels[start : start + BLOCK])
-        if self.bank.compute.room_for(tokens.nbytes):
-            shared.keep(start, tokens)
+        room = MOST_SHARED - sum(each.nbytes for each in self._shared)
+        if shared is not None and tokens.nbytes <= room and self.bank.compute.room_for(tokens.nbytes):
+            shared.blocks[start] = tokens
         return tokens
 
     @torch.no_grad()

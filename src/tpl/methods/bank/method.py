@@ -364,10 +364,10 @@ class BankMethod(Method):
         Where outputs are final, those of old tasks on old exemplars are reused.
         """
         pixels = self.memory.pixels(self.preprocess, self.compute.device)
+        self.bank.share_too(pixels)
         if self.outputs_are_final:
-            rows = kept.to(self.compute.device)
-            fresh = pixels[len(kept) :]
-            added = self.query(fresh, [Query(t) for t in range(len(self.memory_outputs_))])
+            rows, fresh = kept.to(self.compute.device), torch.arange(len(kept), len(pixels))
+            added = self.query(pixels, [Query(t, fresh) for t in range(len(self.memory_outputs_))])
             for t, (old, new) in enumerate(zip(self.memory_outputs_, added, strict=True)):
                 self.memory_outputs_[t] = Outputs(*(torch.cat([a[rows], b]) for a, b in zip(old, new, strict=True)))
         else:
