@@ -305,8 +305,8 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
 
     In full, if that fits. If not, a new model gets the shortest schedule, and adapters in as many of the encoder's last
     blocks as fit: all, a half or a quarter. (With ten photos a class, more epochs brought nothing: docs/photos.md.) If
-    a quarter is still too much, it does without task models. A model that has task models keeps its blocks and gets fewer
-    epochs. With few photos and the encoder for photos, which they did not help, they must be asked for.
+    a quarter is still too much, it does without task models. A model that has task models keeps its blocks and gets
+    fewer epochs. With few photos and the encoder for photos, which they did not help, they must be asked for.
     """
     from tpl.methods.bank.method import BankMethod
     from tpl.nets import as_vit
