@@ -2,13 +2,15 @@
 
     python benchmarks/photos.py photos/
     python benchmarks/photos.py photos/ --encoder vit_tiny_patch16_224 --weights FILE --json out.json
+    python benchmarks/photos.py photos/ --encoder photos --fits --seeds 20     # many trials in minutes
 
 A trial draws some classes, N training photos of each, other photos of them to test on, and photos of further classes as
 unknown ones. The product learns the classes task by task with the command `tpl learn`, once for each `--product`. Its
 rivals get the same encoder's features, which are computed once: logistic regression on the photos of all tasks
 together, the nearest class mean, linear discriminant analysis with a shrunk covariance, and RanPAC without adaptation.
 Prints a table in Markdown: accuracy after the last task, seconds (for a rival: features and fit), and the area under
-the ROC curve of known against unknown photos.
+the ROC curve of known against unknown photos. With `--fits` no command is run: the closed form of `tpl learn` is fitted
+to the same features as its rivals, which are computed once for all trials; seconds are those of the fits.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from typer.main import get_command
 
 from tpl import Learner
 from tpl.cli import app
+from tpl.methods.base import seeded
+from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.ranpac import RanPACConfig
 from tpl.stream import MixedImages, is_image_name
@@ -190,6 +194,21 @@ def ranpac(x: Array, y: Array, bounds: Sequence[int]) -> Predictor:
     return predict
 
 
+def closed_form(x: Array, y: Array, bounds: Sequence[int]) -> Predictor:
+    """What `tpl learn --preset quick` fits, task by task."""
+    z, labels = torch.from_numpy(x).float(), torch.from_numpy(y)
+    model = ClosedForm.drawn(x.shape[1], 0, seeded(0, 0, "closed form"), torch.device("cpu"))
+    for a, b in pairwise(bounds):
+        model.learn(z[a:b], labels[a:b])
+
+    def predict(other: Array) -> tuple[Array, Array]:
+        new = torch.from_numpy(other).float()
+        return model.log_probabilities(new).numpy(), -model.unknown_scores(new).numpy()
+
+    return predict
+
+
+FITS = {"closed form of tpl learn": closed_form}
 RIVALS = {
     "logistic regression, all data": logistic_regression,
     "nearest class mean": nearest_class_mean,
@@ -198,8 +217,10 @@ RIVALS = {
 }
 
 
-def rivals(trial: Trial, features: Callable[[Sequence[Path]], Array]) -> dict[str, Row]:
-    """What each rival reaches on one trial; the time of the training photos' features counts for each."""
+def fitted(
+    trial: Trial, features: Callable[[Sequence[Path]], Array], fits: dict[str, Callable[..., Predictor]]
+) -> dict[str, Row]:
+    """What each of `fits` reaches on one trial; the time of the training photos' features counts for each."""
     names = list(trial.train)
     test = features([path for own in trial.test.values() for path in own])
     strange = features(trial.unknown)
@@ -210,7 +231,7 @@ def rivals(trial: Trial, features: Callable[[Sequence[Path]], Array]) -> dict[st
     y = np.repeat(np.arange(len(names)), [len(own) for own in trial.train.values()])
     bounds = np.cumsum([0, *(sum(map(len, task.values())) for task in trial.tasks)]).tolist()
     found = {}
-    for name, fit in RIVALS.items():
+    for name, fit in fits.items():
         started = time.perf_counter()
         predict = fit(x, y, bounds)
         seconds = time.perf_counter() - started
@@ -260,26 +281,38 @@ def main() -> None:
     parser.add_argument(
         "--product", nargs="+", default=[""], metavar="OPTIONS", help="options of `tpl learn`, a row for each"
     )
+    parser.add_argument("--fits", action="store_true", help="fit the product's closed form instead of running commands")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every row to this file")
     wanted = parser.parse_args()
     warnings.filterwarnings("ignore", module="sklearn")
     method = Learner("slda", wanted.encoder, wanted.weights, device="cpu").method
 
-    def features(paths: Sequence[Path]) -> Array:
+    def computed(paths: Sequence[Path]) -> Array:
         found: Array = method.encoder_features(method.preprocess.batch(MixedImages(list(paths)))).double().numpy()
         return found
+
+    known = dict[Path, Array]()
+
+    def remembered(paths: Sequence[Path]) -> Array:
+        if missing := list(dict.fromkeys(path for path in paths if path not in known)):
+            known.update(zip(missing, computed(missing), strict=True))
+        return np.stack([known[path] for path in paths]) if paths else np.empty((0, method.encoder.dim))
+
+    features, ways = (remembered, FITS | RIVALS) if wanted.fits else (computed, RIVALS)
 
     common = ["--encoder", wanted.encoder, "--device", "cpu"]
     common += ["--weights", str(wanted.weights)] if wanted.weights else []
     folders, rows = photos_in(wanted.folder, wanted.leave_out), dict[tuple[int, str], list[Row]]()
     # The first calls prepare things: start-up is left out for all.
     features([next(iter(folders.values()))[0]])
-    product(drawn(folders, 4, 2, 3, 3, 1, 0), [*common, "--preset", "quick"])
+    products = [] if wanted.fits else wanted.product
+    if products:
+        product(drawn(folders, 4, 2, 3, 3, 1, 0), [*common, "--preset", "quick"])
     for seed in range(wanted.first_seed, wanted.first_seed + wanted.seeds):
         for each in wanted.per_class:
             trial = drawn(folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed)
-            found = {f"tpl learn {own}".strip(): product(trial, common + shlex.split(own)) for own in wanted.product}
-            for name, row in (found | rivals(trial, features)).items():
+            found = {f"tpl learn {own}".strip(): product(trial, common + shlex.split(own)) for own in products}
+            for name, row in (found | fitted(trial, features, ways)).items():
                 rows.setdefault((each, name), []).append(row)
                 print(f"seed {seed}, {each} a class, {name}: {row}", file=sys.stderr, flush=True)
             if wanted.json:

@@ -87,3 +87,18 @@ def test_two_tasks_are_learned_and_timed(
     row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
     assert row[0] == "`--preset quick`" and row[3:] == ["–", "–, –"]
     assert all(float(seconds) > 0 for seconds in row[1:3])
+
+
+def test_the_closed_form_is_compared_with_its_rivals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos(tmp_path / "photos", ["ant", "bee", "cat", "cow", "dog", "fox"], 8)
+    options = ["--fits", "--classes", "4", "--tasks", "2", "--per-class", "3", "--test", "4", "--seeds", "2"]
+    monkeypatch.setattr(
+        sys, "argv", ["photos", str(tmp_path / "photos"), *options, "--json", str(tmp_path / "out.json")]
+    )
+    load("photos").main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    found = {row["name"]: row["accuracy"] for row in rows if row["seed"] == 1}
+    assert found["closed form of tpl learn"] > 0.5 and len(found) == 5 and len(rows) == 10
+    assert "| closed form of tpl learn |" in capsys.readouterr().out
