@@ -301,7 +301,7 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
     """How task models are trained within the limit, if at all.
 
     In full, if that fits. If not, a new model gets the shortest schedule, and adapters in as many of the encoder's last
-    blocks as fit: all, a half or a quarter. (With ten photos a class, more epochs brought nothing: docs/photos.md.) If a
+    blocks as fit: all, a half or a quarter (more epochs brought nothing with ten photos a class: docs/photos.md). If a
     quarter is still too much, it does without task models. A model that has task models keeps its blocks and gets fewer
     epochs.
     """
