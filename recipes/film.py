@@ -167,7 +167,7 @@ def svg_of(steps: Sequence[Step]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{label}"><style>{style}</style>'
-        f'<clipPath id="screen"><rect y="{TOP - 8}" width="{width}" height="{height - TOP}"/></clipPath>'
+        f'<clipPath id="screen"><rect y="{TOP}" width="{width}" height="{height - TOP}"/></clipPath>'
         f'<rect width="{width}" height="{height}" rx="10" fill="#16202a"/>{dots}'
         f'<g clip-path="url(#screen)"><g class="scroll">{"".join(texts)}</g></g></svg>\n'
     )
