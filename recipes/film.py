@@ -167,9 +167,9 @@ def svg_of(steps: Sequence[Step]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{label}"><style>{style}</style>'
-        f'<clipPath id="screen"><rect y="{TOP}" width="{width}" height="{height - TOP}"/></clipPath>'
         f'<rect width="{width}" height="{height}" rx="10" fill="#16202a"/>{dots}'
-        f'<g clip-path="url(#screen)"><g class="scroll">{"".join(texts)}</g></g></svg>\n'
+        f'<svg y="{TOP}" width="{width}" height="{height - TOP}" viewBox="0 {TOP} {width} {height - TOP}">'
+        f'<g class="scroll">{"".join(texts)}</g></svg></svg>\n'
     )
 
 

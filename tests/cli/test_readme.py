@@ -108,8 +108,8 @@ def block(language: str) -> str:
 
 def test_the_python_of_the_readme_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = block("python")
-    assert "epochs=20" in code and len([line for line in code.splitlines() if line]) <= 10
-    exec(compile(code.replace("epochs=20", "epochs=2"), "README.md", "exec"), {})
+    assert len([line for line in code.splitlines() if line]) <= 10
+    exec(compile(code, "README.md", "exec"), {})
     assert re.match(r"\['(cat|dog|hen|owl)'\] \[0\.\d+\]", capsys.readouterr().out) and (home / "model").is_dir()
 
 
