@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,7 +297,10 @@ def images_of(model: Path) -> list[Found]:
 def first_worker(ray: Any) -> int:
     """The process of the first worker; it answers when its batches are done."""
     worker = ray.get_actor(min(ray.util.list_named_actors()))
-    return int(ray.get(worker.__ray_call__.remote(lambda self: os.getpid())))
+    while True:
+        with suppress(ray.exceptions.ActorUnavailableError):  # Ray does not know yet that it is dead
+            return int(ray.get(worker.__ray_call__.remote(lambda self: os.getpid())))
+        time.sleep(0.2)
 
 
 def test_a_killed_worker_and_a_lost_machine_lose_no_answer(cluster: Any, model: Path) -> None:
@@ -320,6 +323,30 @@ def test_a_killed_worker_and_a_lost_machine_lose_no_answer(cluster: Any, model: 
     answered = list(pool.answer(images(), 2))
     assert answered == list(answer_here(Learner.load(model, device="cpu"), found, 2, 3))
     assert sum(len(part.answers) for part in answered) == 10 and pids[0] != pids[1]
+
+
+class OftenOutOfReach:
+    """Ray, but two answers in three cannot be had, as if their worker could not be reached."""
+
+    def __init__(self, ray: Any) -> None:
+        self.ray, self.calls = ray, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ray, name)
+
+    def get(self, answer: Any) -> Any:
+        self.calls += 1
+        if self.calls % 3:
+            raise self.ray.exceptions.ActorUnavailableError("out of reach", None)
+        return self.ray.get(answer)
+
+
+def test_a_worker_out_of_reach_is_asked_again(cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpl.bulk.TICK", 0.01)
+    found, pool = images_of(model), WorkerPool(model, None, "cpu", 3, None)
+    pool.ray = OftenOutOfReach(pool.ray)
+    assert list(pool.answer(found, 4)) == list(answer_here(Learner.load(model, device="cpu"), found, 4, 3))
+    assert pool.ray.calls == 9  # three batches
 
 
 def test_answers_of_another_job_are_not_gone_on_with(model: Path, tmp_path: Path) -> None:

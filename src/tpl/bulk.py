@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -25,6 +26,7 @@ from tpl.stream import Batch, Found, UnreadableImage, batches
 
 TICK = 1.0  # seconds between two looks at which machines there are
 ATTEMPTS = 3  # workers that may die at one batch
+RETURNS = 20  # times that a batch may come back from a worker that cannot be reached, which says nothing of the batch
 AHEAD = 2  # batches a worker is given at a time: the next is there when one is done
 MANY = 1 << 30  # nobody has counted the images
 
@@ -123,6 +125,7 @@ class _Pending:
     images: Any
     worker: Any = None
     answer: Any = None
+    returned: int = 0  # times that its worker could not be reached
 
 
 class WorkerPool:
@@ -163,24 +166,32 @@ class WorkerPool:
             if len(self.workers) > room:
                 self._start_over(room)
             while len(self.pending) < AHEAD * room and (images := next(batches, None)) is not None:
-                self._give(_Pending(images[0].name, self.ray.put(images)), room)
+                batch = _Pending(images[0].name, self.ray.put(images))
+                self._give(batch, room)
+                self.pending.append(batch)
             if not self.pending:
                 return
-            if self.ray.wait([self.pending[0].answer], timeout=TICK)[0]:
-                yield self._result(self.pending.popleft())
+            if not self.ray.wait([self.pending[0].answer], timeout=TICK)[0]:
+                continue
+            answered = self._result(self.pending[0])
+            if answered is not None:
+                self.pending.popleft()
+                yield answered
+            else:  # Ray knows soon whether the worker is dead
+                time.sleep(TICK)
+                self._give(self.pending[0], room)
 
     def _give(self, batch: _Pending, room: int) -> None:
         """Give a batch to the worker with the fewest, or to a new one."""
-        answers = [given.answer for given in self.pending]
+        answers = [given.answer for given in self.pending if given is not batch]
         waiting = set(self.ray.wait(answers, num_returns=len(answers), timeout=0)[1]) if answers else set()
         loads = Counter(dict.fromkeys(self.workers, 0))
-        loads.update(given.worker for given in self.pending if given.answer in waiting)
+        loads.update(given.worker for given in self.pending if given is not batch and given.answer in waiting)
         worker = min(loads, key=lambda one: loads[one], default=None)
         if worker is None or (loads[worker] and len(self.workers) < room):
             worker = self.actor.options(name=next(self._names)).remote(self.model)
             self.workers.append(worker)
         batch.worker, batch.answer = worker, worker.answer.remote(batch.images, self.top)
-        self.pending.append(batch)
 
     def _start_over(self, room: int) -> None:
         """New workers for what is pending: those of a lost machine would wait for room that others never give up."""
@@ -188,8 +199,10 @@ class WorkerPool:
         given, self.pending = self.pending, deque()
         for batch in given:
             self._give(batch, room)
+            self.pending.append(batch)
 
-    def _result(self, batch: _Pending) -> Answered:
+    def _result(self, batch: _Pending) -> Answered | None:
+        """The answer for a batch; None if its worker could not be reached, so that it must be given once more."""
         errors = self.ray.exceptions
         try:
             answered: Answered = self.ray.get(batch.answer)
@@ -199,6 +212,9 @@ class WorkerPool:
                 raise TplError(str(cause)) from None
             raise TplError(f"A machine of the cluster could not answer: {type(cause).__name__}: {cause}.") from None
         except errors.RayError as error:
+            if isinstance(error, errors.ActorUnavailableError) and batch.returned < RETURNS:
+                batch.returned += 1
+                return None
             raise TplError(
                 f"{ATTEMPTS} workers died at the images from {batch.first} on ({type(error).__name__}); "
                 "they may have run out of memory: try a smaller --batch."
