@@ -9,7 +9,7 @@ form: each stored feature vector is classified by all other samples. Some featur
 that, all of them while there are few; which ones does not depend on the order of arrival.
 
 Leave-one-out also calibrates the unknown score, pooled over classes. An image looks known if its features point to a
-class's mean and the ridge regression is sure of a class.
+class's mean, are near to it under the covariance, and the ridge regression is sure of a class.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unp
 
 RANDOM_FEATURES = 1024  # unless the option says otherwise: equal for all models, so that their sums can be added
 STORED = 2000  # feature vectors of all classes together
-# Chosen on four sets of photos under two encoders, with 3, 10 and 30 photos a class: docs/photos.md.
-LDA_EXPONENT, COSINE_WEIGHT = 2.0, 2.0
+# Chosen on sets of photos under several encoders, with 3, 10 and 30 photos a class: docs/photos.md.
+LDA_EXPONENT = 2.0
+KNOWN_WEIGHTS = 2.0, 1.0, 1.0  # of the cosine, the distance and the ridge regression in the unknown score
 SHARPNESS = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
 USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
 PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
@@ -134,8 +135,12 @@ class Discriminant:
         """log P(x | class) up to a term that all classes share."""
         return F.linear(x, self.weights, self.offsets)
 
+    def nearness(self, x: Tensor) -> Tensor:
+        """log P(x | class) with that term, up to a constant: half the negative squared Mahalanobis distance."""
+        return self.logits(x) - 0.5 * ((x @ self.inverse) * x).sum(dim=1, keepdim=True)
+
     def left_out(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples that are part of the sums, as if each of them were not; each class has another sample.
+        """Nearness of samples that are part of the sums, as if each of them were not; each class has another sample.
 
         A sample's own deviation d leaves its class's mean and, as a rank-one term, the covariance A. With n samples of
         the class and k = n / (n - 1) times the weight of a deviation,
@@ -148,8 +153,7 @@ class Discriminant:
         k = self.own * count / (count - 1)
         rest = (1 - k * (turned * deviations).sum(dim=1)).clamp_min(SMALLEST)
         along = (turned * x).sum(dim=1, keepdim=True) - turned @ self.means.T
-        squared = ((x @ self.inverse) * x).sum(dim=1, keepdim=True) - 2 * self.logits(x)
-        squared = squared + (k / rest).unsqueeze(1) * along.square()
+        squared = -2 * self.nearness(x) + (k / rest).unsqueeze(1) * along.square()
         own = F.one_hot(y, len(self.counts)).bool()
         return -0.5 * torch.where(own, squared * (count / (count - 1)).square().unsqueeze(1), squared)
 
@@ -167,7 +171,7 @@ class ClosedForm:
         self.sureness = USUAL[2]  # inverse temperature of the product, which would be too sure of itself
         self.discriminant: Discriminant | None = None
         self.left_out = torch.zeros(0, 0, dtype=torch.float64, device=device)  # log P of stored vectors, left out
-        self.typical = torch.zeros(2, 2, dtype=torch.float64, device=device)  # means, deviations: cosine, ridge
+        self.typical = torch.zeros(2, 3, dtype=torch.float64, device=device)  # means and deviations of its three parts
         self.known_scores = torch.zeros(0, dtype=torch.float64, device=device)  # of stored vectors, left out; sorted
 
     @classmethod
@@ -251,9 +255,7 @@ class ClosedForm:
             self.sharpness, self.sureness = _sharpness(logits, y, USUAL[0]) if several else USUAL[0], 1.0
             self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
         self.left_out = self._joined(logits, predicted)
-        parts = logits.new_zeros(1, 2)
-        if len(rows):
-            parts = torch.stack([self._cosines(z, y).amax(dim=1), predicted.amax(dim=1)], dim=1)
+        parts = _largest(self._cosines(z, y), logits, predicted) if len(rows) else logits.new_zeros(1, 3)
         deviations = parts.std(dim=0, correction=0)
         self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
         self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
@@ -279,13 +281,14 @@ class ClosedForm:
 
         With n stored vectors, scores above n / (n + 1) are extrapolated: the further out, the higher.
         """
-        parts = torch.stack([self._cosines(z).amax(dim=1), self.ridge.predicted(z).amax(dim=1)], dim=1)
+        assert self.discriminant is not None
+        parts = _largest(self._cosines(z), self.discriminant.nearness(_unit(z)), self.ridge.predicted(z))
         return 1 - graded_p_values(self._known(parts), self.known_scores)
 
     def _known(self, parts: Tensor) -> Tensor:
-        """How well known samples look, from their largest cosine and their largest output of the ridge regression."""
+        """How well known samples look: a weighted sum of the parts, each in units of its spread over stored vectors."""
         scaled = (parts - self.typical[0]) / self.typical[1]
-        return COSINE_WEIGHT * scaled[:, 0] + scaled[:, 1]
+        return scaled @ torch.tensor(KNOWN_WEIGHTS, dtype=scaled.dtype, device=scaled.device)
 
     def _cosines(self, z: Tensor, y: Tensor | None = None) -> Tensor:
         """Cosines to every class's mean; with `y`, samples that are part of the means are left out of them."""
@@ -328,6 +331,11 @@ def _cholesky(matrix: Tensor, penalty: float) -> Tensor | None:
     ridge.diagonal().add_(penalty)
     factor, failed = torch.linalg.cholesky_ex(ridge)
     return None if bool(failed) else factor
+
+
+def _largest(cosines: Tensor, nearness: Tensor, predicted: Tensor) -> Tensor:
+    """Over classes, of each: `[n, 3]`."""
+    return torch.stack([part.amax(dim=1) for part in (cosines, nearness, predicted)], dim=1)
 
 
 def same_features(a: ClosedForm, b: ClosedForm) -> bool:
