@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from commands import ask, call, refusal
 from pictures import photos
 from tpl.cli.encoder import announce_download, choose_encoder, fitting_encoders, shorter_side
 from tpl.errors import TplError
-from tpl.nets.weights import PACKAGED
+from tpl.nets.weights import PACKAGED, can_be_had
 from tpl.stream import ImageSet, MixedImages, labelled_images
 
 TINY = "vit_tiny_patch16_224"
@@ -120,7 +122,7 @@ def test_a_model_says_what_it_sees_with_and_what_would_be_better(tmp_path: Path)
     assert more["encoder"] == {"name": "photos", "pixels": 128, "reason": None, "better": None}
     text = call("learn", tmp_path / "other", data, "--preset", "quick").output
     assert "Encoder: photos at 128 pixels, the images' shorter sides have 200 pixels (median). Better: --" in text
-    assert "88 MB, Apache-2.0" in text
+    assert "vit_tiny_patch16_224, 224 pixels (a download of 22 MB, Apache-2.0" in text
 
 
 def test_a_download_says_its_price_before_it_begins(
@@ -135,3 +137,40 @@ def test_a_download_says_its_price_before_it_begins(
     announce_download("photos", None)
     announce_download("resnet18", None)
     assert not capsys.readouterr().err
+
+
+def test_a_better_encoder_is_fetched_if_asked_for_and_there_is_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small").mkdir()
+    large, small = pictures(tmp_path, 300), pictures(tmp_path / "small", 40)
+    monkeypatch.setattr("tpl.nets.weights.can_be_had", lambda name: True)
+    chosen = choose_encoder(None, None, large, download=True)
+    assert chosen.name == TINY and "--download" in chosen.reason
+    assert choose_encoder(None, None, small, download=True).name == "compact"
+    monkeypatch.setattr("tpl.nets.weights.can_be_had", lambda name: False)
+    assert not capsys.readouterr().err
+    assert choose_encoder(None, None, large, download=True).name == "photos"
+    assert "cannot be had without a network: photos" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The hub's address is a port of this machine; nothing was downloaded before."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *given, **options: None)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr("tpl.nets.weights.getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield server
+
+
+@pytest.mark.usefixtures("_no_download")
+def test_without_a_network_a_download_is_refused_at_once(hub: socket.socket, tmp_path: Path) -> None:
+    assert can_be_had(TINY)
+    hub.close()
+    assert not can_be_had(TINY)
+    data = photos(tmp_path / "photos", ["cat", "dog"], count=2)
+    message = refusal("learn", tmp_path / "model", data, "--encoder", TINY)
+    assert "the hub cannot be reached" in message and "--weights FILE" in message
+    assert not (tmp_path / "model").exists()

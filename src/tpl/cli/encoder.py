@@ -1,6 +1,7 @@
 """Which encoder a command means: the one asked for, the one that a weight file fits, or the one that suits the images.
 
-The default is an encoder in the package, so nothing is downloaded unasked.
+The default is an encoder in the package, so nothing is downloaded unasked: a model does not depend on whether there was
+a network when it was made.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpl.cli.app import err
+from tpl.cli.text import warn
 from tpl.errors import TplError, UnreadableImage
 from tpl.pretraining import COMPACT, PACKAGED, PHOTOS
 
@@ -44,19 +46,31 @@ class Better(NamedTuple):
 
 BETTER = {
     COMPACT: Better(PHOTOS, 128, 8),
-    PHOTOS: Better("vit_small_patch16_224", 224, 7, 88),
+    PHOTOS: Better("vit_tiny_patch16_224", 224, 3, 22),  # by the figures of docs/photos.md
 }
 
 
-def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet) -> EncoderChoice:
-    """The encoder asked for, or the one in the package that fits the weight file, or else the images."""
+def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet, download: bool = False) -> EncoderChoice:
+    """The encoder asked for, or the one in the package that fits the weight file, or else the images.
+
+    With `download`, photos are seen with a better one, if it can be had.
+    """
     if asked is not None:
         return EncoderChoice(asked, "asked for")
     if weights is not None:
         return EncoderChoice(packaged_fitting(weights), "the one that the weight file fits")
     side = shorter_side(images)
     reason = f"the images' shorter sides have {side} pixels (median)"
-    return EncoderChoice(PHOTOS if side > SMALL_SIDE else COMPACT, reason)
+    if side <= SMALL_SIDE:
+        return EncoderChoice(COMPACT, reason)
+    if download:
+        from tpl.nets.weights import can_be_had
+
+        better = BETTER[PHOTOS].encoder
+        if can_be_had(better):
+            return EncoderChoice(better, f"{reason}, and --download was given")
+        warn(f"the weights of {better} cannot be had without a network: {PHOTOS}, which is in the package, is used.")
+    return EncoderChoice(PHOTOS, reason)
 
 
 def shorter_side(images: ImageSet) -> int:

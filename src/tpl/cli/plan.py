@@ -128,6 +128,7 @@ class Request:
     strict: bool
     preset: str | None = None
     limit: float | None = None  # seconds
+    download: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.resources import as_file
@@ -9,6 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlparse
+from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
@@ -41,6 +43,7 @@ ENCODERS: dict[str, str] = {
 }
 
 
+_PATIENCE = 5.0  # seconds in which a hub should answer
 _ARCHITECTURES = {DEIT_611: "deit_small_patch16_224"}  # names that are not timm's, over a network that is
 
 
@@ -94,20 +97,45 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
         )
     if download:
         _refuse_unsuitable(name)
+    if download and not can_be_had(name):
+        raise EncoderError(_not_downloaded(name, "the hub cannot be reached"))
     try:
         model = _create(name, pretrained=True, overlay=None if download else _downloaded(name))
     except EncoderError:
         raise
     except Exception as error:
-        raise EncoderError(
-            f"The weights of '{name}' could not be downloaded ({type(error).__name__}). Two ways out: "
-            f"connect to the network once so that timm can fetch them, or pass a local file with "
-            f"--weights FILE. Without either: --encoder {photos.NAME} for photos and --encoder "
-            f"{compact.NAME} for 32 pixels (CIFAR-100, on which it was pre-trained, aside) need no download, and "
-            f"--encoder {resnet.NAME} trains from scratch."
-        ) from error
+        raise EncoderError(_not_downloaded(name, type(error).__name__)) from error
     digest = hash_tensors(model.state_dict())
     return ViTEncoder(model, name, digest, _data_config(model), weights=None)
+
+
+def _not_downloaded(name: str, why: str) -> str:
+    """What to do without the weights."""
+    return (
+        f"The weights of '{name}' could not be downloaded ({why}). Two ways out: connect to the network once so that "
+        f"timm can fetch them, or pass a local file with --weights FILE. Without either: --encoder {photos.NAME} for "
+        f"photos and --encoder {compact.NAME} for 32 pixels (CIFAR-100, on which it was pre-trained, aside) need no "
+        f"download, and --encoder {resnet.NAME} trains from scratch."
+    )
+
+
+def can_be_had(name: str) -> bool:
+    """Whether weights are on this machine, or where timm gets them answers; the hub's own client tries for a minute."""
+    from huggingface_hub import constants
+
+    try:
+        _downloaded(name)
+        return True
+    except EncoderError:
+        pass
+    if getproxies():
+        return True  # which the client knows how to use
+    hub = urlparse(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=_PATIENCE).close()
+        return True
+    except OSError:
+        return False
 
 
 def check_encoder_name(name: str) -> None:
