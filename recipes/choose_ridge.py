@@ -7,7 +7,8 @@ python recipes/choose_ridge.py strengths --device cuda               # all image
 
 `features` writes what the frozen encoder sees of every training image into one file, which the others read
 (`--file`). Every other command prints one JSON line a setting: accuracy in per cent on a tenth of the images, drawn at
-random, with the strength and temperature that were chosen after the last task. The tables are in docs/beyond.md.
+random, with the strength and temperature that were chosen after the last task. The tables are in
+docs/beyond-evidence.md.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ SHARED = 4  # views that share the random features, the encoder among them; a fu
 MOST_VIEWS = 5  # task models in the expert: each is a pass for every image
 VIEW_IMAGES = 100  # of every old class in the memory, or all of its images, for one more view
 MOST_QUERIED = 10  # tasks that `auto` selects, however unsure the expert is: an answer then costs the same at any T
-MANY_IMAGES = 1000  # of the first task: with fewer, more views than the first bring nothing (digits, docs/beyond.md)
+MANY_IMAGES = 1000  # of the first task: with fewer, further views bring nothing (digits, docs/beyond-evidence.md)
 NEVER = -1e4  # log-probability of a class whose task was not queried: below any other, and finite
 
 
