@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.methods.parts.added_ridge import add_sums
-from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig, Trial, leave_one_out
+from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig, Trial, cross_entropies, leave_one_out
 from tpl.scores.calibration import graded_p_values
 from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
 
@@ -33,7 +33,7 @@ STORED = 2000  # feature vectors of all classes together
 # Chosen on sets of photos under several encoders, with 3, 10 and 30 photos a class: docs/photos.md.
 LDA_EXPONENT = 2.0
 KNOWN_WEIGHTS = 2.0, 1.0, 1.0  # of the cosine, the distance and the ridge regression in the unknown score
-SHARPNESS = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
+SHARPNESS: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
 USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
 PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
 RULES = RidgeConfig(ridge_criterion="error")
@@ -346,13 +346,9 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
 
 def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
     """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
-
-    def posterior(value: float) -> float:
-        likelihood, far = -float(F.cross_entropy(value * logits, y, reduction="sum")), math.log2(value / usual)
-        return likelihood - PRIOR * far * far
-
-    best: float = max(SHARPNESS, key=posterior)
-    return best
+    likelihoods = -cross_entropies(logits, [1 / value for value in SHARPNESS], y).sum(dim=1)
+    penalties = [PRIOR * math.log2(value / usual) ** 2 for value in SHARPNESS]
+    return SHARPNESS[int((likelihoods - torch.tensor(penalties).to(likelihoods)).argmax())]
 
 
 def _unit(z: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
 from tpl.methods.parts.network import CosineScheduleConfig, NetworkMethod
+from tpl.methods.parts.ridge import cross_entropies
 from tpl.nets import Encoder
 from tpl.store import State, under_prefix
 from tpl.stream import Task
@@ -128,5 +128,4 @@ class ClosedFormMethod(NetworkMethod):
 
 def best_temperature(logits: Tensor, y: Tensor) -> float:
     """The temperature at which logits `[n, classes]` of held-out samples have the smallest cross-entropy."""
-    entropies = torch.stack([F.cross_entropy(logits / temperature, y) for temperature in TEMPERATURES])
-    return TEMPERATURES[int(entropies.argmin())]
+    return TEMPERATURES[int(cross_entropies(logits, TEMPERATURES, y).mean(dim=1).argmin())]

@@ -31,8 +31,9 @@ HELD_OUT = 0.2  # of a task, to choose ridge and temperature on, as published
 STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G's mean diagonal
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
 MOST_CELLS = 8_000_000  # samples times classes that temperatures are compared on
+CELLS_AT_ONCE = 1_000_000  # of all temperatures together: few samples take one call instead of dozens
 STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
-# Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond.md.
+# Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond-evidence.md.
 MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
 SHRINKAGE = 10  # stored samples of a class at which half of their mean residual is believed
 
@@ -69,6 +70,16 @@ class Trial(NamedTuple):
 def features_for(samples: int, most: int = LARGEST) -> int:
     """The number of random features for a first task of `samples` samples: four times as many, within bounds."""
     return min(max(4 * samples, SMALLEST), most)
+
+
+def cross_entropies(outputs: Tensor, temperatures: Sequence[float], y: Tensor, offsets: Tensor | float = 0.0) -> Tensor:
+    """Every sample's cross-entropy with logits `outputs / temperature - offsets`, `[temperatures, n]`."""
+    found = []
+    all_ = torch.tensor(temperatures, dtype=outputs.dtype, device=outputs.device)
+    for some in all_.split(max(1, CELLS_AT_ONCE // max(outputs.numel(), 1))):
+        logits = (outputs / some.view(-1, 1, 1) - offsets).flatten(0, 1)
+        found.append(F.cross_entropy(logits, y.repeat(len(some)), reduction="none").view(len(some), -1))
+    return torch.cat(found)
 
 
 def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -253,8 +264,8 @@ class RandomRidge:
         predicted, y = predicted[::step], y[::step]
 
         def least(temperatures: tuple[float, ...]) -> tuple[Tensor, int]:
-            found = [F.cross_entropy(self._logits(predicted, t), y, reduction="none") for t in temperatures]
-            best = min(range(len(found)), key=lambda i: float(found[i].mean()))
+            found = cross_entropies(predicted, temperatures, y, self._offsets())
+            best = int(found.mean(dim=1).argmin())
             return found[best], TEMPERATURES.index(temperatures[best])
 
         _, near = least(TEMPERATURES[::STRIDE])
@@ -328,8 +339,11 @@ class RandomRidge:
         return leave_one_out(self.outputs(hidden, self.weights), influence, target)
 
     def _logits(self, predicted: Tensor, temperature: float) -> Tensor:
-        scaled = predicted / temperature
-        return scaled - self.counts.clamp_min(1).log() if self.config.logit_adjustment else scaled
+        return predicted / temperature - self._offsets()
+
+    def _offsets(self) -> Tensor | float:
+        """What is subtracted from the logits of classes with many samples."""
+        return self.counts.clamp_min(1).log() if self.config.logit_adjustment else 0.0
 
     def forget(self, c: int) -> None:
         """Drop a class; its part of the Gram matrix stays, as background for the others."""
