@@ -4,9 +4,10 @@
 
 `P_lda` is linear discriminant analysis of unit features with a shrunk covariance, `P_ridge` ridge regression on random
 features (`parts.ridge`). Both follow from sums over samples, so tasks in any order give the result of all data at once,
-and the sums of two models can be added. Temperatures and the ridge's strength are chosen by leave-one-out, in closed
-form: each stored feature vector is classified by all other samples. Some feature vectors of every class are stored for
-that, all of them while there are few; which ones does not depend on the order of arrival.
+and the sums of two models can be added. Temperatures, the ridge's strength and how far the covariance is shrunk are
+chosen by leave-one-out, in closed form: each stored feature vector is classified by all other samples. Some feature
+vectors of every class are stored for that, all of them while there are few; which ones does not depend on the order of
+arrival.
 
 Leave-one-out also calibrates the unknown score, pooled over classes. An image looks known if its features point to a
 class's mean, are near to it under the covariance, and the ridge regression is sure of a class.
@@ -33,6 +34,7 @@ STORED = 2000  # feature vectors of all classes together
 # Chosen on sets of photos under several encoders, with 3, 10 and 30 photos a class: docs/photos.md.
 LDA_EXPONENT = 2.0
 KNOWN_WEIGHTS = 2.0, 1.0, 1.0  # of the cosine, the distance and the ridge regression in the unknown score
+SHRUNK_AT_LEAST = 0.0, 0.5, 0.7, 0.85, 1.0  # shares of the identity in the covariance; 1: nearest class mean
 SHARPNESS: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
 USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
 PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
@@ -117,15 +119,19 @@ class CentredRidge(RandomRidge):
 
 
 class Discriminant:
-    """Linear discriminant analysis with a covariance that is shrunk towards a multiple of the identity."""
+    """Linear discriminant analysis with a covariance that is shrunk towards a multiple of the identity.
 
-    def __init__(self, statistics: ClassStatistics) -> None:
+    By how much, the oracle approximating estimate says; by `least` in any case.
+    """
+
+    def __init__(self, statistics: ClassStatistics, least: float = 0.0) -> None:
         self.counts, self.means = statistics.counts, statistics.means
         freedom = max(int(statistics.seen) - len(self.counts), 1)
         covariance = statistics.spread() / freedom
-        share, identity = oas_share(covariance, freedom), torch.eye(len(covariance)).to(covariance)
-        least = share * covariance.trace() / len(covariance)
-        mixed = (1 - share) * covariance + least.clamp_min(SMALLEST / len(covariance)) * identity
+        share = oas_share(covariance, freedom).clamp_min(least)
+        even = share * covariance.trace() / len(covariance)
+        mixed = (1 - share) * covariance
+        mixed.diagonal().add_(even.clamp_min(SMALLEST / len(covariance)))
         self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(mixed))
         self.weights = (self.means @ self.inverse).contiguous()  # [classes, dim]
         self.offsets = -0.5 * (self.weights * self.means).sum(dim=1)
@@ -167,6 +173,7 @@ class ClosedForm:
         self.statistics = ClassStatistics.empty(len(projection), device)  # of unit features
         self.features = torch.zeros(0, len(projection), device=device)  # stored vectors, class by class
         self.labels = torch.zeros(0, dtype=torch.long, device=device)
+        self.shrunk = SHRUNK_AT_LEAST[0]  # the least share of the identity in the covariance
         self.sharpness = USUAL[0]  # inverse temperature of the discriminant analysis
         self.sureness = USUAL[2]  # inverse temperature of the product, which would be too sure of itself
         self.discriminant: Discriminant | None = None
@@ -244,21 +251,31 @@ class ClosedForm:
         self._derive(choose=True)
 
     def _derive(self, choose: bool) -> None:
-        """Compute what follows from sums and stored vectors; the temperature of the discriminant only if `choose`."""
-        self.discriminant = Discriminant(self.statistics)
+        """Compute what follows from sums and stored vectors; if `choose`, also what is chosen by leave-one-out."""
         rows = self._rows()
         z, y = self.features[rows], self.labels[rows]
-        logits = self.discriminant.left_out(_unit(z), y)
-        predicted = self.ridge.left_out(z, y)
         if choose:
-            several = len(rows) > 0 and self.classes > 1
-            self.sharpness, self.sureness = _sharpness(logits, y, USUAL[0]) if several else USUAL[0], 1.0
-            self.sureness = _sharpness(self._joined(logits, predicted), y, USUAL[2]) if several else USUAL[2]
+            self._choose(_unit(z), y)
+        self.discriminant = Discriminant(self.statistics, self.shrunk)
+        logits, predicted = self.discriminant.left_out(_unit(z), y), self.ridge.left_out(z, y)
+        if choose and len(rows) and self.classes > 1:
+            self.sureness = 1.0
+            self.sureness, _ = _sharpness(self._joined(logits, predicted), y, USUAL[2])
         self.left_out = self._joined(logits, predicted)
         parts = _largest(self._cosines(z, y), logits, predicted) if len(rows) else logits.new_zeros(1, 3)
         deviations = parts.std(dim=0, correction=0)
         self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
         self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
+
+    def _choose(self, x: Tensor, y: Tensor) -> None:
+        """Set how far the covariance is shrunk and the temperature, by unit features that are left out."""
+        self.shrunk, self.sharpness, self.sureness = SHRUNK_AT_LEAST[0], USUAL[0], USUAL[2]
+        if not len(x) or self.classes < 2:
+            return
+        tried = {least: Discriminant(self.statistics, least).left_out(x, y) for least in SHRUNK_AT_LEAST}
+        found = {least: _sharpness(logits, y, USUAL[0]) for least, logits in tried.items()}
+        self.shrunk = max(found, key=lambda least: found[least][1])
+        self.sharpness, _ = found[self.shrunk]
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """The classes of stored vectors, and log P(class) for each by all other samples, `[n, classes]`."""
@@ -307,7 +324,7 @@ class ClosedForm:
         found = {f"ridge.{name}": part for name, part in self.ridge.state().items()}
         found |= {f"unit.{name}": part for name, part in self.statistics._asdict().items()}
         found["unit.scatter"] = packed(self.statistics.scatter)
-        chosen = torch.tensor([self.sharpness, self.sureness], dtype=torch.float64)
+        chosen = torch.tensor([self.sharpness, self.sureness, self.shrunk], dtype=torch.float64)
         return found | {"features": self.features, "labels": self.labels, "sharpness": chosen}
 
     @classmethod
@@ -320,7 +337,9 @@ class ClosedForm:
         parts["scatter"] = unpacked(parts["scatter"], len(ridge["projection"]))
         found.statistics = ClassStatistics(**parts)
         found.features, found.labels = state["features"], state["labels"]
-        found.sharpness, found.sureness = state["sharpness"].tolist()
+        # Classifiers of earlier versions have no third number.
+        found.sharpness, found.sureness, shrunk = (*state["sharpness"].tolist(), SHRUNK_AT_LEAST[0])[:3]
+        found.shrunk = min(max(shrunk, 0.0), 1.0)
         found._derive(choose=False)
         return found
 
@@ -344,11 +363,16 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
     return mine.shape == others.shape and torch.equal(mine, others.to(mine))
 
 
-def _sharpness(logits: Tensor, y: Tensor, usual: float) -> float:
-    """The most likely inverse temperature of logits of samples that were left out; with few of them, near the usual."""
+def _sharpness(logits: Tensor, y: Tensor, usual: float) -> tuple[float, float]:
+    """The most likely inverse temperature of logits of samples that were left out, and its log-likelihood.
+
+    With few samples it is near the usual one.
+    """
     likelihoods = -cross_entropies(logits, [1 / value for value in SHARPNESS], y).sum(dim=1)
     penalties = [PRIOR * math.log2(value / usual) ** 2 for value in SHARPNESS]
-    return SHARPNESS[int((likelihoods - torch.tensor(penalties).to(likelihoods)).argmax())]
+    posterior = likelihoods - torch.tensor(penalties, dtype=likelihoods.dtype).to(likelihoods)
+    best = int(posterior.argmax())
+    return SHARPNESS[best], float(posterior[best])
 
 
 def _unit(z: Tensor) -> Tensor:
