@@ -23,7 +23,7 @@ from pictures import photos
 from tpl import Learner, TplError, cli
 from tpl._version import __version__
 from tpl.export.file import export_onnx, quantised
-from tpl.export.graph import AnswerGraph
+from tpl.export.graph import AnswerGraph, FrozenTrunk
 from tpl.methods.plus import TPLPlus
 from tpl.nets.compact import DATA_CONFIG
 from tpl.nets.vit import ViTEncoder
@@ -158,6 +158,74 @@ def test_a_global_expert_and_every_other_reading_are_exported_too(place: Path, t
         assert_same(tmp_path / "plus.onnx", learner, given[:batch])
 
 
+def closed_form(place: Path, *folders: str, count: int | None = None) -> Learner:
+    """A model of the closed form, of all images or of the first `count` of every class."""
+    learner = Learner("closed-form", "two", device="cpu", random_features=64)
+    for folder in folders:
+        files = [file for own in sorted((place / folder).iterdir()) for file in sorted(own.iterdir())[:count]]
+        learner.learn(files, [file.parent.name for file in files], name=folder)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def closed(place: Path) -> Learner:
+    return closed_form(place, "pets", "birds")
+
+
+def test_a_closed_form_is_exported_with_its_unknown_score(closed: Learner, place: Path, tmp_path: Path) -> None:
+    """Known and unknown images, alone and together: some scores lie among the stored ones, others beyond them all."""
+    made = export_onnx(closed, tmp_path / "closed.onnx")
+    assert made.outputs == ("log_probabilities", "task_probabilities", "unknown")
+    given = images(place, 20)
+    scores = closed.unknown_score(given)
+    assert scores.min() < 0.9 and scores.max() > 1 - closed.rejection_floor()
+    for batch in (1, 3, 20):
+        assert_same(made.file, closed, given[-batch:])
+    about = onnxruntime.InferenceSession(str(made.file)).get_modelmeta().custom_metadata_map
+    assert about["method"] == "closed-form" and json.loads(about["classes"]) == PETS + BIRDS
+    assert json.loads(about["smallest_reject"]) == closed.rejection_floor() == 1 / 41
+
+
+def test_a_closed_form_that_was_changed_is_exported_as_it_is_now(place: Path, tmp_path: Path) -> None:
+    learner = closed_form(place, "pets", "birds")
+    learner.remove(PETS[0])
+    export_onnx(learner, tmp_path / "closed.onnx")
+    assert_same(tmp_path / "closed.onnx", learner, images(place, 8))
+
+
+def test_one_image_a_class_gives_no_unknown_score(place: Path, tmp_path: Path) -> None:
+    """No image can be left out."""
+    learner = closed_form(place, "pets", count=1)
+    made = export_onnx(learner, tmp_path / "closed.onnx")
+    assert made.outputs == ("log_probabilities", "task_probabilities") and made.comparison.unknown is None
+    assert_same(made.file, learner, images(place, 5))
+
+
+def test_a_closed_forms_trunk_has_the_chosen_precision(closed: Learner, place: Path, tmp_path: Path) -> None:
+    given = images(place, 16)
+    expected = closed.log_probabilities(given).exp().numpy()
+    made = export_onnx(closed, tmp_path / "half.onnx", "fp16")
+    log_p, *_ = ask(made.file, closed.prepare(given))
+    np.testing.assert_allclose(np.exp(log_p), expected, atol=0.02)
+    trunk = [tensor for tensor in onnx.load(made.file).graph.initializer if ".vit." in tensor.name]
+    assert trunk and {tensor.data_type for tensor in trunk} == {onnx.TensorProto.FLOAT16}
+    made = export_onnx(closed, tmp_path / "small.onnx", "int8")
+    assert sum(node.op_type == "MatMulInteger" for node in onnx.load(made.file).graph.node) == 2 * 4  # of two blocks
+    log_p, *_ = ask(made.file, closed.prepare(given))
+    assert (log_p.argmax(axis=1) == expected.argmax(axis=1)).mean() >= 0.8
+
+
+def test_a_graph_that_answers_otherwise_is_not_written(
+    closed: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise, which a model without a memory is compared on, shows it, too."""
+    right = FrozenTrunk.forward
+    monkeypatch.setattr(FrozenTrunk, "forward", lambda trunk, images: right(trunk, images).roll(1, dims=1))
+    with pytest.raises(TplError, match="Nothing was written"):
+        export_onnx(closed, tmp_path / "wrong.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_half_precision_is_close(place: Path, tmp_path: Path) -> None:
     learner = taught(place, "tpl", "one", ["pets"], masks="soft")
     made = export_onnx(learner, tmp_path / "half.onnx", "fp16")
@@ -206,6 +274,7 @@ def test_the_command_compares_on_labelled_images(report: Any, learner: Learner, 
     assert (check["images"], check["known"]) == (20, 16) == (len(names), sum(known))
     assert check["accuracy"] == check["accuracy_pytorch"] == sum(right) / sum(known)
     assert check["same_class"] == 20 and 0 < check["largest_difference"]["probability"] < 1e-4
+    assert check["largest_difference"]["unknown"] < 1e-4
     assert report["outputs"] == ["log_probabilities", "task_probabilities", "unknown"]
     assert report["bytes"] == (place / "model.onnx").stat().st_size
     assert [path.name for path in place.iterdir() if path.name.startswith(".tpl")] == []
@@ -240,7 +309,7 @@ def test_choices_made_later_change_the_graph(learner: Learner, place: Path, choi
 def test_what_cannot_be_exported_is_explained(place: Path, learner: Learner, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     finetune = Learner("finetune", "one", device="cpu", epochs=1).learn(place / "pets")
-    with pytest.raises(TplError, match="'finetune' cannot be exported; only tpl and tpl-plus can"):
+    with pytest.raises(TplError, match="'finetune' cannot be exported; only closed-form, tpl and tpl-plus can"):
         export_onnx(finetune, out)
     with pytest.raises(TplError, match="Nothing was learned"):
         export_onnx(Learner("tpl", "one", device="cpu"), out)

@@ -43,11 +43,11 @@ def export(
     weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model of tpl or tpl-plus as one ONNX file, which runs without this package and without torch.
+    """Write a model of closed-form, tpl or tpl-plus as one ONNX file that runs without this package and without torch.
 
     Input: uint8 images. Output: log-probabilities of classes, probabilities of tasks and the unknown score. Class names
-    and input size are in the file. It is compared with the model on a few stored images before it is written; with
-    --check or --data, also on labelled images. Takes about half a minute.
+    and input size are in the file. It is compared with the model on a few stored images, or on noise if none are
+    stored, before it is written; with --check or --data, also on labelled images. Takes about half a minute.
 
     Examples:
 
@@ -139,7 +139,7 @@ def _print(learner: Learner, made: Exported, measured: Agreement | None) -> None
 
 
 def _compared(found: Agreement) -> str:
-    return (
-        f"the model's class on {found.same} of {found.images} images; probabilities differ by {found.probability:.1g} "
-        "at most"
-    )
+    differences = f"probabilities differ by {found.probability:.1g} at most"
+    if found.unknown is not None:
+        differences += f", unknown scores by {found.unknown:.1g}"
+    return f"the model's class on {found.same} of {found.images} images; {differences}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from tpl.errors import TplError
 from tpl.export import check_ready
 from tpl.export.graph import AnswerGraph, exportable
 from tpl.learner import Learner
+from tpl.methods.base import UNKNOWN, Answers
 
 if TYPE_CHECKING:
     import onnx
@@ -36,6 +38,7 @@ LINEAR = "linear/"
 LIMIT = 2**31 - 1  # bytes: protobuf's own
 TOLERANCE = 1e-3  # of probabilities: an fp32 graph that differs by more is wrong
 FEW = 16  # images that every new file is compared on
+GRAINS = 1, 2, 8, 64  # of noise: cells along each side of an image, from one colour to fine grain
 AT_ONCE = 64
 
 
@@ -47,16 +50,20 @@ class Agreement:
     same: int = 0  # images with the same most probable class
     probability: float = 0.0  # the largest difference of a P(class)
     log_probability: float = 0.0
+    unknown: float | None = None  # the largest difference of an unknown score, where the file has one
     known: int = 0  # images of classes that the model knows
     right: int = 0  # of those, by the file
     right_model: int = 0  # of those, by the model
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`; accuracies where there are images of known classes."""
+        differences = {"probability": self.probability, "log_probability": self.log_probability}
+        if self.unknown is not None:
+            differences["unknown"] = self.unknown
         numbers: dict[str, Any] = {
             "images": self.images,
             "same_class": self.same,
-            "largest_difference": {"probability": self.probability, "log_probability": self.log_probability},
+            "largest_difference": differences,
         }
         if self.known:
             accuracy = {"accuracy": self.right / self.known, "accuracy_pytorch": self.right_model / self.known}
@@ -236,7 +243,9 @@ def compare(learner: Learner, file: Path, batches: Iterable[tuple[Tensor, Sequen
         for start in range(0, len(pixels), AT_ONCE):
             part = pixels[start : start + AT_ONCE]
             truth = None if names is None else [place.get(name, -1) for name in names[start : start + AT_ONCE]]
-            total = _added(total, _answers(session, part), learner.method.log_probabilities(part).numpy(), truth)
+            answers = _answers(session, part)
+            expected = learner.method.answer(part, [name for name in (UNKNOWN,) if name in answers])
+            total = _added(total, answers, expected, truth)
     return total
 
 
@@ -247,34 +256,48 @@ def on_stored_images(learner: Learner, file: Path) -> Agreement:
         pixels = memory.pixels(preprocess, torch.device("cpu"))
         pixels = pixels[torch.linspace(0, len(pixels) - 1, min(FEW, len(pixels))).long()]
     else:
-        shape = FEW, 3, preprocess.height, preprocess.width
-        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        pixels = _noise((preprocess.height, preprocess.width))
     return compare(learner, file, [(pixels, None)])
 
 
-def _answers(session: Any, pixels: Tensor) -> NDArray[np.float64]:
-    """The file's log-probabilities of classes."""
-    (log_p,) = session.run([session.get_outputs()[0].name], {session.get_inputs()[0].name: pixels.numpy()})
-    if not np.isfinite(log_p).all():
+def _noise(size: tuple[int, int]) -> Tensor:
+    """Random colours in cells of several sizes: of fine grain alone, all images would look alike to an encoder."""
+    drawn, each = torch.Generator().manual_seed(0), FEW // len(GRAINS)
+    cells = [torch.randint(0, 256, (each, 3, n, n), dtype=torch.uint8, generator=drawn) for n in GRAINS]
+    return torch.cat([F.interpolate(part, size) for part in cells])
+
+
+def _answers(session: Any, pixels: Tensor) -> dict[str, NDArray[np.float64]]:
+    """The file's outputs by name."""
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(names, {session.get_inputs()[0].name: pixels.numpy()})
+    if not all(np.isfinite(part).all() for part in found):
         raise TplError(
             "The graph's answers are not all numbers: the trunk's values are too large for this precision. "
             "Use --precision fp32."
         )
-    answers: NDArray[np.float64] = log_p.astype(np.float64)
-    return answers
+    return {name: part.astype(np.float64) for name, part in zip(names, found, strict=True)}
 
 
 def _added(
-    total: Agreement, file: NDArray[np.float64], model: NDArray[np.float64], truth: list[int] | None
+    total: Agreement, file: dict[str, NDArray[np.float64]], model: Answers, truth: list[int] | None
 ) -> Agreement:
-    best, expected = file.argmax(axis=1), model.argmax(axis=1)
-    labels = np.array(truth if truth is not None else [-1] * len(file))
+    log_p, expected_log_p = file[ANSWERS[0]], model.log_p.numpy()
+    best, expected = log_p.argmax(axis=1), expected_log_p.argmax(axis=1)
+    labels = np.array(truth if truth is not None else [-1] * len(log_p))
+    unknown = None if model.unknown is None else _largest(total.unknown or 0.0, file[UNKNOWN] - model.unknown.numpy())
     return Agreement(
-        total.images + len(file),
+        total.images + len(log_p),
         total.same + int((best == expected).sum()),
-        max(total.probability, float(np.abs(np.exp(file) - np.exp(model)).max(initial=0))),
-        max(total.log_probability, float(np.abs(file - model).max(initial=0))),
+        _largest(total.probability, np.exp(log_p) - np.exp(expected_log_p)),
+        _largest(total.log_probability, log_p - expected_log_p),
+        unknown,
         total.known + int((labels >= 0).sum()),
         total.right + int((best == labels).sum()),
         total.right_model + int((expected == labels).sum()),
     )
+
+
+def _largest(before: float, differences: NDArray[np.float64]) -> float:
+    """The largest absolute difference so far."""
+    return max(before, float(np.abs(differences).max(initial=0)))

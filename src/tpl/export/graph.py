@@ -6,7 +6,7 @@ Scores, calibration and composition are the method's own code, traced: every cho
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +16,46 @@ from tpl.learner import Learner
 from tpl.methods.bank import ForwardPass, Outputs
 from tpl.methods.bank.bank import ORIGINAL
 from tpl.methods.base import UNKNOWN, task_of_class
+from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.tpl import TPL
 from tpl.nets import AdapterStack, ViTEncoder
 
 CPU = torch.device("cpu")
-METHODS = ("tpl", "tpl-plus")
+METHODS = ("closed-form", "tpl", "tpl-plus")
+Exportable = ClosedFormExperts | TPL
 
 
-def exportable(learner: Learner) -> TPL:
+def exportable(learner: Learner) -> Exportable:
     """The method of a learner that can be exported, or the reason why it cannot."""
-    method = cast(TPL, learner.method)
-    if method.name not in METHODS:
-        raise TplError(f"A model of the method '{method.name}' cannot be exported; only {' and '.join(METHODS)} can.")
+    method = learner.method
+    if method.name not in METHODS or not isinstance(method, Exportable):
+        raise TplError(
+            f"A model of the method '{method.name}' cannot be exported; only {', '.join(METHODS[:-1])} and "
+            f"{METHODS[-1]} can."
+        )
     if not isinstance(method.encoder, ViTEncoder):
         raise TplError(f"A model over '{method.encoder.name}' cannot be exported; one over a ViT or DeiT can.")
-    if method.bank.views != ORIGINAL:
+    if isinstance(method, TPL) and method.bank.views != ORIGINAL:
         raise TplError(f"A model with tta={method.config.tta} cannot be exported; one with tta=none can.")
     if not method.classes_:
         raise TplError("Nothing was learned yet: there is nothing to export.")
     if method.compute.device != CPU or method.compute.bf16:
         raise TplError("A model is exported on the CPU in full precision: load it with device='cpu', precision='fp32'.")
     return method
+
+
+class FrozenTrunk(nn.Module):
+    """Normalised images `[n, 3, height, width]` to the encoder's own features `[n, dim]`, float32."""
+
+    def __init__(self, encoder: ViTEncoder, norms: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.encoder, self.dtype = encoder, dtype
+        self.norms = norms  # those behind the last block: float32, whatever the blocks compute in
+
+    def forward(self, images: Tensor) -> Tensor:
+        """All blocks as they were pre-trained, in `dtype`."""
+        tokens = self.encoder.tokens(images, self.dtype, below=self.encoder.depth)
+        return self.encoder.pooled(tokens, self.norms)
 
 
 class Trunk(nn.Module):
@@ -83,23 +102,37 @@ def _adapters(method: TPL, bare: int) -> tuple[AdapterStack, Tensor | None]:
 class AnswerGraph(nn.Module):
     """Images `[n, 3, height, width]`, uint8, to the method's answers; the trunk computes in `dtype`."""
 
-    def __init__(self, method: TPL, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, method: Exportable, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.method = method
-        encoder = method.encoder
-        assert isinstance(encoder, ViTEncoder)  # `exportable` saw to it
-        self.trunk = Trunk(method, encoder if dtype == torch.float32 else copy.deepcopy(encoder).to(dtype), dtype)
+        self.trunk = _trunk(method, dtype)
         self.normalise = method.preprocess.normaliser(CPU)
         owner = task_of_class(method.task_classes_)
         self.members = torch.nn.functional.one_hot(owner, len(method.task_classes_)).double()  # [classes, tasks]
-        # There is an unknown score where every task has held-out images.
+        # There is an unknown score where images were held out of every task, or can be left out one by one.
         self.want = {UNKNOWN} if method.rejection_floor() < 1 else set()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """log P(class), P(task), and the unknown score where the model has one; float32."""
-        method = self.method
-        networks = self.trunk(self.normalise(images)).unbind(0)
-        outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
-        answers = method.decide([ForwardPass(outputs, method.join_common(networks[-1], networks))], self.want)
+        answers = self.method.decide([self._forward_pass(self.trunk(self.normalise(images)))], self.want)
         unknown = [] if answers.unknown is None else [answers.unknown]
         return tuple(part.float() for part in (answers.log_p, answers.log_p.exp() @ self.members, *unknown))
+
+    def _forward_pass(self, features: Tensor) -> Any:
+        """What the method's `decide` takes, from the trunk's features."""
+        method = self.method
+        if isinstance(method, ClosedFormExperts):
+            return features
+        networks = features.unbind(0)
+        outputs = [Outputs(z, method.bank.logits(z, t)) for t, z in enumerate(networks[: len(method.bank.tasks)])]
+        return ForwardPass(outputs, method.join_common(networks[-1], networks))
+
+
+def _trunk(method: Exportable, dtype: torch.dtype) -> FrozenTrunk | Trunk:
+    """The networks of a method, with their frozen weights in `dtype`."""
+    encoder = method.encoder
+    assert isinstance(encoder, ViTEncoder)  # `exportable` saw to it
+    converted = encoder if dtype == torch.float32 else copy.deepcopy(encoder).to(dtype)
+    if isinstance(method, ClosedFormExperts):
+        return FrozenTrunk(converted, encoder.new_norms(encoder.depth), dtype)
+    return Trunk(method, converted, dtype)
