@@ -14,14 +14,14 @@ DIGITS = 6  # of a probability in output; further digits depend on the machine
 class Answer:
     """The prediction for one image: its class, with probability and task, and the `top` most probable classes.
 
-    `unknown` is between 0 and 1: of images of known classes, at most a share `a` reach 1 - a. It is 0 where nothing was
-    held out of training, and for methods without an unknown score.
+    `unknown` is between 0 and 1: of images of known classes, at most a share `a` reach 1 - a. It is 0 where there are
+    too few images to compare with, and None for methods without an unknown score.
     """
 
     name: str
     probability: float
     task: str
-    unknown: float
+    unknown: float | None
     top: tuple[tuple[str, float], ...]
     passes: int | None = None  # task models that were run; None for methods without
 
@@ -31,14 +31,14 @@ class Answer:
             "class": self.name,
             "probability": round(self.probability, DIGITS),
             "task": self.task,
-            "unknown": round(self.unknown, DIGITS),
+            "unknown": None if self.unknown is None else round(self.unknown, DIGITS),
             "passes": self.passes,
             "top": [{"class": name, "probability": round(p, DIGITS)} for name, p in self.top[:top]],
         }
 
     def rejected(self, share: float) -> bool:
         """Whether to call the image unknown, if at most a `share` of the known ones may be called so, too."""
-        return self.unknown >= 1 - share - ROUNDING
+        return self.unknown is not None and self.unknown >= 1 - share - ROUNDING
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a new task did to the classes known before, by leave-one-out on images of theirs that are stored.
+    """What a new task or an update did to the classes known before, by leave-one-out on what is stored of them.
 
-    `before` and `after` count the same images. `confused` are errors between old and new classes: true, predicted,
-    count; the most frequent first.
+    `before` and `after` count the same images, but for an update's own, which `after` counts, too. `confused` are old
+    classes that are taken for new ones: true, predicted, count; the most frequent first. (New classes taken for old
+    ones are among the errors of the new task.)
     """
 
     before: Measured
@@ -93,15 +94,17 @@ class TaskRecord:
     classes: tuple[str, ...]
     images: int  # trained on; 0 if not counted
     held_out: int
-    accuracy: float | None  # on the images held out, among all classes known then
+    accuracy: float | None  # on images held out or left out in turn, among all classes known then
     learned: str  # date and time, ISO
     source: str
+    measured_on: int  # images behind the accuracy
 
     @property
     def measured(self) -> Measured | None:
-        """The counts behind the accuracy; without held-out images, each image was left out in turn."""
-        images = self.held_out or self.images
-        return None if self.accuracy is None else Measured(round(self.accuracy * images), images)
+        """The counts behind the accuracy."""
+        if self.accuracy is None:
+            return None
+        return Measured(round(self.accuracy * self.measured_on), self.measured_on)
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,16 @@ class TaskEntry:
     learned: str = ""
     source: str = ""
     confusions: tuple[tuple[str, str, int], ...] = ()  # true, predicted, count
+    measured_on: int = 0  # images behind the accuracy; 0: not stored, by earlier versions
 
     @property
     def record(self) -> TaskRecord:
         """The entry with totals instead of counts per class."""
         images, held_out = sum(self.images), sum(self.held_out)
-        return TaskRecord(self.name, self.classes, images, held_out, self.accuracy, self.learned, self.source)
+        measured_on = self.measured_on or held_out or images
+        return TaskRecord(
+            self.name, self.classes, images, held_out, self.accuracy, self.learned, self.source, measured_on
+        )
 
     def without(self, name: str) -> Self:
         """The entry without one class; the accuracy stays what was measured when the task was learned."""
@@ -166,6 +173,7 @@ class TaskEntry:
             "learned": self.learned,
             "source": self.source,
             "confusions": [list(c) for c in self.confusions],
+            "measured_on": self.measured_on,
         }
 
     @classmethod
@@ -180,4 +188,5 @@ class TaskEntry:
             entry.get("learned", ""),
             entry.get("source", ""),
             tuple((true, predicted, n) for true, predicted, n in entry.get("confusions", ())),
+            entry.get("measured_on", 0),
         )

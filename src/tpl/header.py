@@ -57,6 +57,7 @@ class TaskHeader(_Strict):
     learned: Text = ""
     source: Text = ""
     confusions: list[Annotated[tuple[Name, Name, Count], Strict(False)]] = []
+    measured_on: Count = 0
     file: Part
 
     @model_validator(mode="after")
@@ -83,7 +84,7 @@ class FactsHeader(_Strict):
     capacity: dict[Name, FiniteFloat] | None
     weighting: dict[Name, FiniteFloat | Text] | None
     covariance_estimators: Annotated[list[Name], Field(max_length=MAX_TASKS)] | None
-    smallest_reject: Share
+    smallest_reject: Share | None  # None: the method has no unknown score
 
 
 class PartsHeader(_Strict):

@@ -82,7 +82,7 @@ class Learner:
         self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
         self.outcome_: dict[str, str] = {}  # what the last `learn` or `update` did to each of its classes
         self.waiting_ = Waiting(self.method)  # images that `observe` has taken, and that are not learned yet
-        self.effect_: Effect | None = None  # what the task learned last did to older classes; None if not measured
+        self.effect_: Effect | None = None  # what was learned last did to older classes; None if not measured
         self._entries: list[TaskEntry] = []  # how each task was learned
         self.preset = ""  # of the command that made the model: how it goes on
         self._origin: tuple[Path, int] | None = None  # the directory this model is in, and its number of commits
@@ -121,7 +121,7 @@ class Learner:
     def facts(self) -> dict[str, Any]:
         """What `tpl show` tells beside tasks and encoder; `save` stores it, so that no model must be loaded for it.
 
-        `smallest_reject` is `rejection_floor`.
+        `smallest_reject` is `rejection_floor`; None for a method without an unknown score.
         """
         method, memory = self.method, self.method.memory
         images, budget = (len(memory), memory.budget) if memory is not None else (0, 0)
@@ -131,8 +131,13 @@ class Learner:
             "capacity": self.capacity(),
             "weighting": method.weighting(),
             "covariance_estimators": method.covariance_estimators(),
-            "smallest_reject": method.rejection_floor() if self.classes_ else 1.0,
+            "smallest_reject": self._smallest_reject(),
         }
+
+    def _smallest_reject(self) -> float | None:
+        if not self.method.has_unknown_score:
+            return None
+        return self.method.rejection_floor() if self.classes_ else 1.0
 
     def _task_entries(self) -> list[TaskEntry]:
         """One entry per task; with classes only, if the method was trained without the learner."""
@@ -181,11 +186,9 @@ class Learner:
         return scores
 
     def _unknown(self, pixels: Tensor) -> Tensor:
+        self.method.check_unknown_score()
         found = self.method.answer(pixels, {UNKNOWN}).unknown
-        if found is None:
-            raise TplError(
-                f"The method '{self.method.name}' cannot reject unknown images: it has no task scores. Use tpl."
-            )
+        assert found is not None  # the method has such a score
         return found
 
     def rejection_floor(self) -> float:
@@ -205,7 +208,7 @@ class Learner:
         self._refuse_empty()
         found = self.method.answer(pixels, {UNKNOWN})
         count, names = len(found.log_p), self.classes_
-        unknown = [0.0] * count if found.unknown is None else found.unknown.tolist()
+        unknown = [None] * count if found.unknown is None else found.unknown.tolist()
         passes = [None] * count if found.passes is None else found.passes.tolist()
         tasks = [entry.name for entry in self._task_entries() for _ in entry.classes]
         best = found.log_p.exp().cpu().topk(min(max(top, 1), len(names)), dim=1)
@@ -267,11 +270,12 @@ class Learner:
         if known is None:
             self._learn_task(task, held_out, callback, source)
             return self
-        entries = self._entries
+        entries, before, old = self._entries, self.method.left_out(), len(self.classes_)
         try:
             with self.method.attempt():
                 self._learn_task(task, held_out, callback, source)
                 self.update(known, callback=callback, held_out=held_out)
+                self.effect_ = self._effect(before, old)
         except BaseException:
             self._entries = entries
             raise
@@ -300,7 +304,7 @@ class Learner:
         self._entries = [*others, entry]
         names, after = self.classes_, self.method.left_out()
         old = len(names) - len(entry.classes)
-        self.effect_ = None if before is None or after is None or not old else self._effect(before, after, old)
+        self.effect_ = self._effect(before, old)
         if after is not None and self.method.leaves_one_out:
             own = after.labels >= old
             truth, guess = after.labels[own].tolist(), after.log_p[own].argmax(dim=1).tolist()
@@ -312,18 +316,21 @@ class Learner:
         wrong = Counter((names[t], names[g]) for t, g in zip(truth, guess, strict=True) if t != g)
         confusions = tuple((t, g, n) for (t, g), n in wrong.most_common())
         accuracy = (len(truth) - wrong.total()) / len(truth)
-        self._entries[-1] = replace(entry, accuracy=accuracy, confusions=confusions)
+        self._entries[-1] = replace(entry, accuracy=accuracy, confusions=confusions, measured_on=len(truth))
 
-    def _effect(self, before: LeftOut, after: LeftOut, old: int) -> Effect:
-        """What a task did to the first `old` classes, given what leave-one-out said before it and says now."""
+    def _effect(self, before: LeftOut | None, old: int) -> Effect | None:
+        """What happened to the first `old` classes, given what leave-one-out said before; None without that."""
+        after = self.method.left_out()
+        if before is None or after is None or not old:
+            return None
         names, guess = self.classes_, after.log_p.argmax(dim=1)
         counted = []
         for found in (before, after):
             rows = found.labels < old
             right = found.log_p[rows].argmax(dim=1) == found.labels[rows]
             counted.append(Measured(int(right.sum()), len(right)))
-        across = (after.labels < old) != (guess < old)
-        pairs = zip(after.labels[across].tolist(), guess[across].tolist(), strict=True)
+        lost = (after.labels < old) & (guess >= old)
+        pairs = zip(after.labels[lost].tolist(), guess[lost].tolist(), strict=True)
         confused = Counter((names[t], names[g]) for t, g in pairs).most_common()
         by = "model" if self.method.leaves_one_out else "classifier over all classes"
         return Effect(counted[0], counted[1], tuple((t, g, n) for (t, g), n in confused), by)
@@ -351,9 +358,10 @@ class Learner:
         entries = self._task_entries()
         count = sum(sum(entry.images) + sum(entry.held_out) for entry in entries)  # another seed at each update
         train, rest = hold_out(task, 0.0 if self.method.leaves_one_out else held_out, [self.method.seed, count])
-        held = self.method.samples_of(rest, no_callback)
+        held, before = self.method.samples_of(rest, no_callback), self.method.left_out()
         with _damage_reported(self):
             self.method.update(replace(task, train=train, test=None), held, callback)
+        self.effect_ = self._effect(before, len(self.classes_))
         counts = [class_counts(part, len(task.classes)) for part in (train, rest)]
         trained, apart = (dict(zip(task.classes, numbers, strict=True)) for numbers in counts)
         self._entries = [

@@ -31,7 +31,7 @@ class Version:
     parent: int | None  # the version that was changed into this one
     tasks: int
     classes: tuple[str, ...]
-    accuracy: float | None  # of the newest task on its held-out images, when it was learned
+    accuracy: float | None  # of the newest task, when it was learned
     bytes: int  # of the files that no other version uses
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,8 +133,8 @@ def test_inner_products_are_used_only_if_all_samples_of_the_sums_are_there() -> 
     found = learned(z, y)
     hidden = found.ridge.hidden(found.features)
     assert found.ridge._inner_products(hidden[1:]) is None
-    found.forget(0)  # its part of the Gram matrix stays
-    assert found.ridge._inner_products(found.ridge.hidden(found.features)) is None
+    found.ridge.forget(0)  # its part of the Gram matrix stays
+    assert found.ridge._inner_products(hidden[found.labels != 0]) is None
     many = learned(*blobs(5))
     assert many.ridge._inner_products(many.ridge.hidden(many.features)) is None  # 25 samples, 40 random features
 
@@ -259,3 +260,64 @@ def test_update_and_remove(small_stream: Stream) -> None:
     images = small_stream[1].test
     assert images is not None
     assert np.isfinite(learner.predict_proba(images)).all() and (learner.unknown_score(images) <= 1).all()
+
+
+def test_the_covariance_is_shrunk_as_far_as_leave_one_out_says() -> None:
+    z, y = blobs(6)
+    few = learned(z * torch.linspace(0.2, 3, DIM), y)  # with equal variances, the estimate is the identity anyway
+    x = torch.nn.functional.normalize(few.features.double(), dim=1)
+    entropies = {}
+    for least in closed_form.SHRUNK_AT_LEAST:
+        logits = closed_form.Discriminant(few.statistics, least).left_out(x, few.labels)
+        entropies[least] = closed_form._sharpness(logits, few.labels, closed_form.USUAL[0])[1]
+    assert few.shrunk == max(entropies, key=entropies.__getitem__) and len(set(entropies.values())) > 1
+    again = ClosedForm.from_state(few.state())
+    test, _ = blobs(10, seed=1)
+    assert again.shrunk == few.shrunk and torch.equal(again.log_probabilities(test), few.log_probabilities(test))
+    earlier = few.state() | {"sharpness": few.state()["sharpness"][:2]}  # of a version that did not choose
+    assert ClosedForm.from_state(earlier).shrunk == 0
+
+
+def test_a_class_that_is_forgotten_leaves_nothing_while_all_samples_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y = blobs(6)
+    rest = y != 2
+    never = learned(z[rest], y[rest] - (y[rest] > 2).long()).state()
+    forgotten = learned(z, y)
+    forgotten.forget(2)
+    for name, part in forgotten.state().items():
+        torch.testing.assert_close(part, never[name], rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(closed_form, "STORED", 10)
+    partly = learned(z, y)
+    partly.forget(2)
+    assert partly.classes == CLASSES - 1 and int(partly.statistics.seen) == len(y)  # what is pooled stays
+
+
+def test_a_picture_that_comes_twice_counts_once(small_stream: Stream) -> None:
+    learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0])
+    method = learner.method
+    assert isinstance(method, ClosedFormExperts) and method.repeated_ == 0
+    before = method.state().shared
+    learner.update(small_stream[0])
+    assert method.repeated_ == len(small_stream[0].train)
+    after = method.state().shared
+    assert all(torch.equal(part, after[name]) for name, part in before.items())
+    z, y = blobs(4)
+    found = learned(z, y)
+    again = torch.cat([z[:3], z[:3] + 0.01, z[1:2] + 0.01])
+    assert found.new_pictures(again, torch.cat([y[:3], y[:3], y[1:2]])).tolist() == [False] * 3 + [True] * 3 + [False]
+    assert found.new_pictures(z[:1], (y[:1] + 1) % CLASSES).tolist() == [True]  # the same in another class is a mistake
+
+
+def test_an_accuracy_has_the_counts_that_it_was_measured_on(small_stream: Stream, tmp_path: Path) -> None:
+    task = small_stream[0]
+    first = np.flatnonzero(task.train.labels == 0)[:1]  # a class's only image cannot be left out
+    others = np.flatnonzero(task.train.labels == 1)
+    few = replace(task, train=task.train.select(np.concatenate([first, others])), test=None)
+    learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(few)
+    record = learner.tasks_[0]
+    assert record.images == len(others) + 1 and record.measured is not None and record.measured.images == len(others)
+    learner.update(task)
+    learner.save(tmp_path / "model")
+    assert Learner.load(tmp_path / "model", device="cpu").tasks_[0].measured == record.measured
+    assert learner.effect_ is not None
+    assert (learner.effect_.before.images, learner.effect_.after.images) == (len(others), len(task.train))

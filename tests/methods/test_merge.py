@@ -229,6 +229,7 @@ def test_equal_names_are_refused_or_renamed(stored: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "c").exists()
     done = call(*command, "--rename-equal")
     assert done.exit_code == 0 and "'class 0' of" in done.stdout and "8 classes in 4 tasks" in done.stdout
+    assert "measured before the merge" in done.stdout
     merged = Learner.load(tmp_path / "c", device="cpu")
     assert merged.classes_[4:] == [f"class {n} (tpl-a)" for n in range(4)]
     assert [record.name for record in merged.tasks_] == ["task of 0", "task of 2", "task of 0 2", "task of 2 2"]

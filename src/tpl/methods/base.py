@@ -196,8 +196,21 @@ class Method(ABC):
         return None
 
     def rejection_floor(self) -> float:
-        """The smallest share of known images at which any image can be rejected as unknown; 1: it never can."""
+        """The smallest share of known images at which any image can be rejected as unknown; 1: none can.
+
+        A method with an unknown score defines it; 1 then means that there are too few images to compare with.
+        """
         return 1.0
+
+    @property
+    def has_unknown_score(self) -> bool:
+        """Whether `decide` computes an unknown score; such a method says from which share on it can reject."""
+        return type(self).rejection_floor is not Method.rejection_floor
+
+    def check_unknown_score(self) -> None:
+        """Refuse to look for unknown images by a method that has no unknown score."""
+        if not self.has_unknown_score:
+            raise TplError(f"'{self.name}' has no unknown score; tpl, tpl-plus and closed-form have one.")
 
     def weighting(self) -> dict[str, Any] | None:
         """The weights of the parts of a prediction, and how they were chosen; None for a single part."""

@@ -46,6 +46,7 @@ class ClosedFormExperts(Method):
     def __init__(self, encoder: Encoder, config: ClosedFormConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.classifier: ClosedForm | None = None
+        self.repeated_ = 0  # images that came again since the model was made or loaded
 
     @property
     def learned(self) -> ClosedForm:
@@ -59,18 +60,25 @@ class ClosedFormExperts(Method):
         if self.classifier is None:
             drawn = seeded(0, 0, "closed form")  # whatever the method's seed: then models can be merged
             self.classifier = ClosedForm.drawn(z.shape[1], self.config.random_features, drawn, z.device)
-        self.classifier.learn(z, samples.labels + len(self.classes_))
+        self._add(z, samples.labels + len(self.classes_))
 
     def hold_out(self, held: Samples) -> None:
         """Add these images, too: leave-one-out measures without them."""
         first = len(self.classes_) - len(self.task_classes_[-1])
-        self.learned.update(self.encoder_features(held.pixels), held.labels + first)
+        self._add(self.encoder_features(held.pixels), held.labels + first)
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """Add more images of known classes, as if they had always been there."""
         for part in (samples, held):
             if len(part):
-                self.learned.update(self.encoder_features(part.pixels), self.numbers_of(task, part))
+                self._add(self.encoder_features(part.pixels), self.numbers_of(task, part))
+
+    def _add(self, z: Tensor, numbers: Tensor) -> None:
+        """Add images; one that is there already counts once, or leaving one out would not leave it out."""
+        new = self.learned.new_pictures(z, numbers)
+        self.repeated_ += len(new) - int(new.sum())
+        if new.any():
+            self.learned.learn(z[new], numbers[new])
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Remove the class's sums and stored feature vectors."""

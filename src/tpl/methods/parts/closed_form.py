@@ -42,6 +42,7 @@ RULES = RidgeConfig(ridge_criterion="error")
 START = STRENGTHS[5]  # of the search for the ridge's strength
 SAME_SUMS = 1e-9  # relative difference of sums over the same samples
 SMALLEST = 1e-6  # of what remains of a sample's own influence
+SAME_PICTURE = 1e-9  # 1 - cosine of the features of a picture, computed twice among different others
 
 
 class CentredRidge(RandomRidge):
@@ -211,14 +212,42 @@ class ClosedForm:
         self._fit(self.features[:0], self.labels[:0])
 
     def forget(self, c: int) -> None:
-        """Remove a class and its stored vectors; what is pooled over classes stays."""
-        self.statistics = self.statistics.without(c)
+        """Remove a class and its stored vectors.
+
+        While all samples are stored, nothing of the class is left: the sums are computed anew. Later its part of the
+        covariance and of the Gram matrix, which are pooled over classes, stays.
+        """
+        whole = int(self.statistics.seen) == len(self.labels)
         kept = self.labels != c
-        self.features, self.labels = self.features[kept], self.labels[kept]
-        self.labels = self.labels - (self.labels > c).long()
+        features, labels = self.features[kept], self.labels[kept]
+        labels = labels - (labels > c).long()
+        if whole and len(labels):
+            self._start_again()
+            self.learn(features, labels)
+            return
+        self.statistics, self.features, self.labels = self.statistics.without(c), features, labels
         self.ridge.sums = torch.cat([self.ridge.sums[:, :c], self.ridge.sums[:, c + 1 :]], dim=1)
         self.ridge.counts = without_row(self.ridge.counts, c)
         self._fit(self.features[:0], self.labels[:0])
+
+    def _start_again(self) -> None:
+        """Drop all samples and classes."""
+        projection = self.ridge.projections[0]
+        self.ridge = CentredRidge([projection], RULES)
+        self.statistics = ClassStatistics.empty(len(projection), projection.device)
+        self.features, self.labels = self.features[:0], self.labels[:0]
+
+    def new_pictures(self, z: Tensor, y: Tensor) -> Tensor:
+        """A mask of the samples that are no repetition: of a stored sample of their class, or of one before them."""
+        found = torch.ones(len(y), dtype=torch.bool, device=y.device)
+        for c in y.unique().tolist():
+            rows = torch.nonzero(y == c).squeeze(1)
+            x, stored = _unit(z[rows]), _unit(self.features[self.labels == c])
+            repeated = (x @ stored.T > 1 - SAME_PICTURE).any(dim=1)
+            if len(rows) <= STORED:  # else more comparisons than it is worth
+                repeated |= (x @ x.T > 1 - SAME_PICTURE).tril(-1).any(dim=1)
+            found[rows[repeated]] = False
+        return found
 
     def _store(self, z: Tensor, y: Tensor) -> None:
         """Keep the same number of vectors of every class: those with the smallest checksums, whatever their order."""
