@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -17,12 +18,13 @@ from commands import ask, call, refusal
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.advice.check import interval
+from tpl.advice.check import Reference, _copies, interval
 from tpl.advice.curve import outlook
-from tpl.advice.features import groups_of
+from tpl.advice.features import FeatureReader, groups_of
 from tpl.advice.files import equal_pictures, names_alike
 from tpl.advice.labels import _ridge, leave_one_out
 from tpl.advice.suggest import most_useful, uncertainty
+from tpl.stream import batches_of, labelled_images
 
 ENCODER = ["--encoder", SMALL_VIT, "--device", "cpu"]
 
@@ -67,6 +69,15 @@ def test_wrong_labels_are_found_and_right_ones_left_alone(each: int) -> None:
     found = leave_one_out(z, wrong, 4).suspects()
     assert {row for row, _, _ in found} == set(bad)
     assert all(likely == int(labels[row]) and p > 0.6 for row, likely, p in found)
+
+
+def test_classes_without_images_change_nothing() -> None:
+    z, labels = clouds(3, 8, 0.5)
+    alone, beside = leave_one_out(z, labels, 3), leave_one_out(z, 2 * labels, 9)
+    assert torch.equal(beside.probabilities[:, [0, 2, 4]], alone.probabilities)
+    assert torch.equal(beside.votes[:, [0, 2, 4]], alone.votes)
+    assert float(beside.probabilities[:, [1, 3, 5, 6, 7, 8]].abs().sum()) == 0
+    assert torch.equal(beside.predicted, 2 * alone.predicted)
 
 
 def test_classes_that_look_alike_are_a_pair() -> None:
@@ -241,6 +252,46 @@ def test_new_photos_are_compared_with_a_models_classes(model: Path, tmp_path: Pa
     assert ("owl", "fox") in [(s["label"], s["likely"]) for s in report["likely_wrong_labels"]]
     assert ["Cat", "cat"] in [pair["classes"] for pair in report["classes_that_look_alike"]]
     assert "its own encoder" in refusal("check", folder, "--model", model, *ENCODER)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that stores feature vectors and no images."""
+    root = tmp_path_factory.mktemp("closed")
+    learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(photos(root / "pets", ["cat", "dog", "fox"]))
+    learner.save(root / "model")
+    return root / "model"
+
+
+def test_stored_feature_vectors_stand_for_stored_images(closed: Path, tmp_path: Path) -> None:
+    folder = photos(tmp_path / "new", ["hen", "owl"], seed=3)
+    shutil.copy(photos(tmp_path / "more", ["fox"], seed=4) / "fox" / "0.png", folder / "owl" / "fox.png")
+    told = call("check", folder, "--model", closed, "--device", "cpu", "--json")
+    assert "by name alone" not in told.stderr
+    assert ("owl", "fox") in [(s["label"], s["likely"]) for s in json.loads(told.stdout)["likely_wrong_labels"]]
+
+
+def test_stored_feature_vectors_are_those_of_the_plain_encoder(closed: Path) -> None:
+    """An image that was learned is found among them, so that it does not answer for itself."""
+    method = Learner.load(closed, device="cpu").method
+    reader = FeatureReader(method.encoder, method.compute)
+    given = labelled_images(closed.parent / "pets")
+    found = reader.look(batches_of(given.images, reader.preprocess, 16))
+    assert bool(_copies(Reference.of(method, reader).features, found.features).all())
+
+
+def test_a_model_that_stores_nothing_changes_no_number(tmp_path: Path) -> None:
+    pets = photos(tmp_path / "pets", ["cat", "dog", "fox"], count=4)
+    Learner("slda", SMALL_VIT, device="cpu").learn(pets).save(tmp_path / "model")
+    folder = photos(tmp_path / "new", ["hen", "owl"], count=6)
+    told = call("check", folder, "--model", tmp_path / "model", "--device", "cpu", "--json")
+    alone = ask("check", folder, *ENCODER)
+    assert "by name alone" in told.stderr and json.loads(told.stdout) == alone
+
+
+def test_a_share_and_no_gain_are_said(tmp_path: Path) -> None:
+    said = call("check", photos(tmp_path / "photos", ["cat", "dog"]), *ENCODER).stdout
+    assert "20 of 20, 100.0 % (" in said and "no gain expected" in said
 
 
 def test_suggestions(model: Path, tmp_path: Path) -> None:

@@ -164,11 +164,13 @@ def test_few_images_mean_that_nothing_can_be_rejected(stream: Stream) -> None:
 def test_methods_without_task_scores_say_so(stream: Stream) -> None:
     learner = new_learner("finetune").learn(stream[0])
     images = digits([0], 2, start=100)
-    with pytest.raises(TplError, match="'finetune' cannot reject unknown images"):
+    with pytest.raises(TplError, match="'finetune' has no unknown score; tpl, tpl-plus and closed-form have one"):
         learner.unknown_score(images)
     with pytest.raises(TplError, match="'finetune' cannot learn from more images"):
         learner.update(images, ["class 0"] * 2)
-    assert [a.unknown for a in learner.answers(images)] == [0.0, 0.0]
+    answers = learner.answers(images)
+    assert [(a.unknown, a.rejected(0.99)) for a in answers] == [(None, False)] * 2
+    assert learner.facts()["smallest_reject"] is None
     assert learner.rejection_floor() == 1.0 and learner.capacity() is None
     assert learner.tasks_[0].accuracy is not None
 

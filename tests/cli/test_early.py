@@ -93,6 +93,10 @@ def test_names_are_read_as_they_are_registered() -> None:
     refuse_unknown("method", "tpl", method_names())
     with pytest.raises(TplError, match="There is no dish 'soup'; there are pie, tea"):
         refuse_unknown("dish", "soup", ("pie", "tea"))
+    with pytest.raises(TplError, match=r"no dish 'Pies'\. Did you mean 'pie'\? There are pie, tea\."):
+        refuse_unknown("dish", "Pies", ("pie", "tea"))
+    with pytest.raises(TplError, match=r"d18, d19 and 80 more\.$"):
+        refuse_unknown("dish", "soup", [f"d{i}" for i in range(100)])
 
 
 def test_ctrl_c_waits_for_what_must_be_whole() -> None:

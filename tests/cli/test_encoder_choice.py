@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from commands import ask, call, refusal
 from pictures import photos
-from tpl.cli.encoder import announce_download, choose_encoder, fitting_encoders, shorter_side
+from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, fitting_encoders, shorter_side
 from tpl.errors import TplError
 from tpl.nets.weights import PACKAGED, can_be_had
 from tpl.stream import ImageSet, MixedImages, labelled_images
@@ -69,7 +69,7 @@ def test_weights_without_a_name_say_which_encoders_fit(tmp_path: Path) -> None:
     save_file({"layer.weight": torch.zeros(2)}, file)
     assert "fits no encoder" in refusal("check", data, "--weights", file)
     chosen = choose_encoder(TINY, file, pictures(tmp_path, 40))  # with a name, the file is checked when it is loaded
-    assert chosen == (TINY, "asked for")
+    assert chosen[:2] == (TINY, "asked for")
 
 
 def pictures(place: Path, *sides: int) -> ImageSet:
@@ -125,6 +125,17 @@ def test_a_model_says_what_it_sees_with_and_what_would_be_better(tmp_path: Path)
     assert "vit_tiny_patch16_224, 224 pixels (a download of 22 MB, Apache-2.0" in text
 
 
+@pytest.mark.parametrize(
+    ("side", "name", "pixels", "better"),
+    [(32, "compact", 32, False), (33, "compact", 32, True), (128, "photos", 128, False), (129, "photos", 128, True)],
+)
+def test_no_encoder_is_better_for_images_that_are_seen_in_full(
+    side: int, name: str, pixels: int, better: bool, tmp_path: Path
+) -> None:
+    chosen = choose_encoder(None, None, pictures(tmp_path, side))
+    assert chosen.name == name and (describe_encoder(chosen, name, pixels)["better"] is not None) == better
+
+
 def test_a_download_says_its_price_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +161,8 @@ def test_a_better_encoder_is_fetched_if_asked_for_and_there_is_a_network(
     assert choose_encoder(None, None, small, download=True).name == "compact"
     monkeypatch.setattr("tpl.nets.weights.can_be_had", lambda name: False)
     assert not capsys.readouterr().err
-    assert choose_encoder(None, None, large, download=True).name == "photos"
+    offline = choose_encoder(None, None, large, download=True)
+    assert offline.name == "photos" and describe_encoder(offline, "photos", 128)["better"] is None
     assert "cannot be had without a network: photos" in " ".join(capsys.readouterr().err.split())
 
 

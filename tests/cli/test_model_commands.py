@@ -27,6 +27,7 @@ from pictures import photos
 from small_encoder import SMALL_VIT
 from torture.forged import forge_header
 from tpl import Learner, TplError, cli
+from tpl.answers import Measured
 from tpl.cli.plan import Budget, method_for, width_for
 from tpl.cli.text import listed, round_up, size
 from tpl.console import WorkProgress
@@ -166,6 +167,8 @@ def test_known_and_new_classes_together_are_one_command(own: Path, tmp_path: Pat
     before = {task["name"]: task for task in ask("show", own)["tasks"]}["pets"]
     plan = ask("learn", own, mixed, "--dry-run", "--device", "cpu")
     assert (plan["classes"], plan["more"]) == ({"owl": 6}, {"cat": 6})
+    table = call("learn", own, mixed, "--dry-run", "--device", "cpu").stdout.split("To learn")[0].split()
+    assert table == ["class", "images", "owl", "6", "cat", "6"]
     report = ask("learn", own, mixed, "--epochs", "1", "--device", "cpu")
     assert (report["classes"], report["more"], report["updated"]) == ({"owl": 6}, {"cat": 6}, False)
     assert (report["task"], report["images"], report["held_out"]) == ("mixed", 5, 1)
@@ -196,6 +199,28 @@ def test_unreadable_images_are_named_and_the_others_learned(tmp_path: Path, own:
     assert report["classes"] == {"hen": 5, "owl": 5}
     assert len(report["unreadable"]) == 1 and "broken.png" in report["unreadable"][0]
     assert "broken.png" in result.stderr and "empty: no images" in result.stderr
+
+
+def test_files_that_are_not_read_are_counted_by_kind(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "pets", PETS[:2], count=3)
+    for name in ("a.HEIC", "b.heic", "notes.txt"):
+        (folder / "cat" / name).write_bytes(b"x")
+    (folder / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    words = ["learn", tmp_path / "model", folder, "--dry-run", "--preset", "quick", "--device", "cpu"]
+    result = call(*words, "--json")
+    report = json.loads(result.stdout)
+    assert report["skipped"] == [
+        "2 x .heic, such as cat/a.HEIC: a photo that is not read: convert it to JPEG",
+        "1 x .txt, such as cat/notes.txt: not a picture",
+    ]
+    assert "2 x .heic" in result.stderr
+    assert "gone.png does not exist" in report["unreadable"][0] and "gone.png" in result.stderr
+    (folder / "cat" / "gone.png").unlink()
+    assert "2 x .heic" in refusal(*words, "--strict")
+    assert ask(*words, "--strict", "--classes", "cow")["skipped"] == []
+    for file in folder.rglob("*.[hH][eE][iI][cC]"):
+        file.unlink()
+    assert ask(*words, "--strict")["skipped"] == ["1 x .txt, such as cat/notes.txt: not a picture"]
 
 
 def test_a_class_without_a_readable_image_is_left_out(tmp_path: Path) -> None:
@@ -275,6 +300,7 @@ def test_few_images_are_seen_more_often() -> None:
         (["--memory", "1MB"], "keeps 2000 images"),
         (["--held-out", "1"], "--held-out takes a share"),
         (["--classes", "bat"], "has no class bat; it has hen, owl"),
+        (["--classes", "owls"], "has no class owls. Did you mean 'owl'? It has hen, owl"),
         (["--data", "nonsense"], "unknown data set 'nonsense'"),
     ],
 )
@@ -298,8 +324,26 @@ def test_what_a_killed_first_commit_left_is_no_obstacle(place: Path, tmp_path: P
     """A program killed before its first model.json: the same command must work again."""
     (tmp_path / "model" / "tasks" / "000").mkdir(parents=True)
     (tmp_path / "model" / "tasks" / "000" / "shared.safetensors").write_bytes(b"half")
+    (tmp_path / "model" / ".lock.json").write_text('{"pid": 1}')  # a program that ends by itself removes it
     report = ask("learn", tmp_path / "model", place / "birds", *FAST, "--epochs", "1")
     assert report["task"] == "birds" and ask("show", tmp_path / "model")["classes"] == BIRDS
+
+
+def test_a_model_that_lost_its_header_is_not_overwritten(own: Path, place: Path) -> None:
+    (own / "model.json").unlink()
+    stored = sorted(own.rglob("*.safetensors"))
+    message = refusal("learn", own, place / "birds", *FAST)
+    assert "no model.json: restore it from a backup, or remove the directory" in message
+    (own / ".lock.json").write_text("{}")  # of a program killed in a later commit
+    (own / "tasks" / "001").mkdir()
+    assert "restore it from a backup" in refusal("learn", own, place / "birds", *FAST)
+    assert sorted(own.rglob("*.safetensors")) == stored
+
+
+def test_half_a_first_commit_never_was_a_model(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "tasks" / ".000.partial").mkdir(parents=True)
+    (tmp_path / "model" / "tasks" / ".000.partial" / "shared.safetensors").write_bytes(b"half")
+    assert ask("learn", tmp_path / "model", place / "birds", "--preset", "quick", *FAST[:2])["task"] == "birds"
 
 
 def test_an_interrupt_while_training_loses_nothing(
@@ -328,7 +372,7 @@ def test_an_answer_as_json(model: Path, place: Path) -> None:
     assert answer["path"] == str(place / "test" / "cow" / "0.png") and answer["task"] == "pets"
     expected = Learner.load(model, device="cpu").answers([answer["path"]])[0]
     assert answer["class"] == expected.name and answer["probability"] == pytest.approx(expected.probability)
-    assert answer["unknown"] == pytest.approx(expected.unknown)
+    assert answer["unknown"] == pytest.approx(expected.unknown, abs=1e-6)  # six digits are printed
     assert [entry["class"] for entry in answer["top"]] == [name for name, _ in expected.top]
     assert sum(entry["probability"] for entry in answer["top"]) == pytest.approx(1)
 
@@ -387,7 +431,10 @@ def test_rejected_images_have_no_class(model: Path, place: Path) -> None:
     text = call("predict", model, place / "test", "--reject", "0.2", "--device", "cpu").stdout
     assert text.count(": unknown (") == sum(friends + strangers)
     table = call("predict", model, place / "test", "--reject", "0.2", "--csv", "--device", "cpu").stdout
-    assert [row["class"] == "unknown" for row in csv.DictReader(io.StringIO(table))] == [a["rejected"] for a in answers]
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert [row["class"] == "unknown" for row in rows] == [a["rejected"] for a in answers]
+    assert [row["nearest"] for row in rows] == [a["top"][0]["class"] for a in answers]  # also of rejected images
+    assert all(row["class"] in ("unknown", row["nearest"]) for row in rows)
 
 
 def test_too_few_held_out_images_for_a_share_are_told(model: Path, place: Path) -> None:
@@ -396,6 +443,67 @@ def test_too_few_held_out_images_for_a_share_are_told(model: Path, place: Path) 
     said = " ".join(result.stderr.split())
     assert "--reject 0.01 rests on extrapolation" in said and "from 0.025 on" in said  # one in 40 images, and one
     assert "a share between 0 and 1" in refusal("predict", model, place / "test", "--reject", "5")
+
+
+@pytest.fixture(scope="module")
+def without_score(place: Path) -> Path:
+    """A model of a method that has no unknown score."""
+    ask("learn", place / "slda", place / "pets", "--method", "slda", "--encoder", SMALL_VIT, "--device", "cpu")
+    return place / "slda"
+
+
+def test_a_method_without_an_unknown_score_claims_none(without_score: Path, place: Path) -> None:
+    image = place / "test" / "cow" / "0.png"
+    (answer,) = lines(without_score, image)
+    assert answer["unknown"] is None
+    text, table = (call("predict", without_score, image, *more, "--device", "cpu").stdout for more in ([], ["--csv"]))
+    assert "task pets" in text and "unknown" not in text
+    assert next(csv.DictReader(io.StringIO(table)))["unknown"] == ""
+    told = refusal("predict", without_score, image, "--reject", "0.05", "--device", "cpu")
+    assert told == "'slda' has no unknown score; tpl, tpl-plus and closed-form have one."
+    assert ask("show", without_score)["smallest_reject"] is None
+    assert "this method has no unknown score" in " ".join(call("show", without_score).stdout.split())
+
+
+def test_a_score_that_is_not_there_is_not_measured(without_score: Path, place: Path) -> None:
+    report = ask("evaluate", without_score, place / "test", "--device", "cpu")
+    found = report["unknown"]
+    assert found["images"] == 10 and found["auroc"] is found["known_rejected"] is found["smallest_reject"] is None
+    assert found["rejected"] == {"known": None, "unknown": None}
+    text = call("evaluate", without_score, place / "test", "--device", "cpu").stdout
+    assert "10 images of classes" in text and "AUROC" not in text and "has no unknown score" in text
+
+
+def test_a_single_photo_of_every_class_is_the_reason(place: Path, tmp_path: Path) -> None:
+    folder = photos(tmp_path / "single", ["cat", "cow"], count=1)
+    ask("learn", tmp_path / "model", folder, "--method", "closed-form", "--encoder", SMALL_VIT, "--device", "cpu")
+    result = call("predict", tmp_path / "model", place / "test", "--reject", "0.05", "--json", "--device", "cpu")
+    assert result.exit_code == 0 and "no class has two images" in " ".join(result.stderr.split())
+    assert "too few images to compare with" in " ".join(call("show", tmp_path / "model").stdout.split())
+    assert ask("evaluate", tmp_path / "model", place / "test", "--device", "cpu")["unknown"]["auroc"] is None
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
+def test_paths_that_do_not_exist_are_told_before_the_model_is_loaded(
+    form: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["predict", model, tmp_path / "a.png", "~/no-such-folder", *form, "--device", "cpu"]
+    with monkeypatch.context() as patched:
+        patched.setattr("tpl.cli.predict._may_exist", lambda name: True)  # the long way
+        expected = call(*command)
+    monkeypatch.setattr(Learner, "load", lambda *_: pytest.fail("the model was loaded"))
+    found = call(*command)
+    assert found.exit_code == expected.exit_code == 1
+    assert (found.stdout, found.stderr) == (expected.stdout, expected.stderr) and "a.png does not exist" in found.stdout
+    assert "(--strict was given.)" in refusal(*command, "--strict")
+
+
+def test_files_are_not_written_into_folders_that_do_not_exist(model: Path, place: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    for command, option in (("evaluate", "--report"), ("predict", "--out")):
+        told = refusal(command, model, place / "test", option, absent / "file", "--device", "cpu")
+        assert f"there is no folder {absent}" in told
+    assert not absent.exists()
 
 
 def test_nothing_to_predict_is_an_error(model: Path, tmp_path: Path) -> None:
@@ -488,7 +596,12 @@ def test_rejection_rates_need_enough_held_out_images(place: Path, tmp_path: Path
     for key, inside in (("known_rejected", True), ("unknown_rejected", False)):
         part = [a["rejected"] for a in answers if (Path(a["path"]).parent.name in ("cat", "cow")) == inside]
         assert unknown[key] == pytest.approx(np.mean(part))
-    assert "At --reject 0.05" in call("evaluate", model, place / "test", "--device", "cpu").stdout
+        counted = unknown["rejected"][key.removesuffix("_rejected")]
+        assert (counted["count"], counted["images"]) == (sum(part), len(part))
+        assert counted["interval"] == pytest.approx(Measured(sum(part), len(part)).interval)
+    text = call("evaluate", model, place / "test", "--device", "cpu").stdout
+    assert "Rejected at --reject 0.05" in text
+    assert f"% of the unknown ones, {counted['count']} of {counted['images']} (" in text
 
 
 def test_evaluate_leaves_unreadable_images_out(model: Path, tmp_path: Path) -> None:
@@ -524,6 +637,14 @@ def test_a_class_that_is_not_there(own: Path) -> None:
     assert "no class 'bat'" in refusal("rename", own, "bat", "cat")
     assert "no class 'bat'" in refusal("remove", own, "bat")
     assert "already" in refusal("rename", own, "cat", "cow")
+
+
+def test_a_mistyped_class_is_told_before_the_model_is_loaded(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Learner, "load", lambda *given, **options: pytest.fail("the model was loaded"))
+    for words in (["rename", own, "cown", "x"], ["remove", own, "Cow", "--yes"]):
+        assert "Did you mean 'cow'? There are cat, cow, dog, fox." in refusal(*words)
+    assert "class 'cow' already" in refusal("rename", own, "cat", "cow")
+    assert "no file or folder nowhere" in refusal("suggest", own, "nowhere")
 
 
 # As a program

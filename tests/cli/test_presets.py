@@ -111,7 +111,68 @@ def test_the_usual_limit_grows_with_the_images_between_two_bounds() -> None:
 def test_a_dry_run_says_what_would_be_chosen(place: Path, tmp_path: Path) -> None:
     words = ["learn", tmp_path / "m", place / "pets", "--dry-run", "--preset", "quick", "--encoder", SMALL_VIT]
     said = call(*words, "--device", "cpu").stdout
-    assert "for no training" in said and "quick: closed-form" in said and not (tmp_path / "m").exists()
+    assert "without training" in said and "quick: closed-form" in said and not (tmp_path / "m").exists()
+
+
+def test_a_dry_run_without_training_holds_out_as_much_as_the_real_run(place: Path, tmp_path: Path) -> None:
+    plan = learn(tmp_path / "m", place / "pets", "--preset", "quick", "--dry-run")
+    real = learn(tmp_path / "m", place / "pets", "--preset", "quick")
+    assert (plan["images"], plan["held_out"]) == (real["images"], real["held_out"]) == (20, 0)
+    words = ["learn", tmp_path / "m", place / "birds", "--device", "cpu", "--dry-run"]
+    told = call(*words, "--held-out", "0.3")
+    assert "each is left out in turn" in told.stdout and "--held-out has no effect" in " ".join(told.stderr.split())
+    assert "--held-out" not in call(*words).stderr
+
+
+def test_an_option_of_task_models_says_which_method_it_chooses(place: Path, tmp_path: Path) -> None:
+    told = learn(tmp_path / "m", place / "pets", "--memory", "8", "--dry-run")
+    assert told["choice"]["method"] == "tpl-plus" and told["choice"]["preset"] is None  # type: ignore[index]
+    words = ["learn", tmp_path / "m", place / "pets", "--memory", "8", "--dry-run", "--encoder", SMALL_VIT]
+    assert "method: tpl-plus, as --memory is an option of task models" in call(*words, "--device", "cpu").stdout
+    assert "choice" not in learn(tmp_path / "m", place / "pets", "--memory", "8", "--dry-run", "--method", "tpl")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--memory", "10"), ("--memory", "1MB"), ("--epochs", "3")])
+def test_a_model_without_task_models_has_none_of_their_options(
+    option: str, value: str, place: Path, tmp_path: Path
+) -> None:
+    learn(tmp_path / "m", place / "pets", "--preset", "quick")
+    assert f"has no {option}: leave it out" in refusal("learn", tmp_path / "m", place / "birds", option, value)
+
+
+def test_a_method_without_a_memory_says_so(place: Path, tmp_path: Path) -> None:
+    learn(tmp_path / "m", place / "pets", "--method", "slda")
+    assert "a model of slda, which has no --memory" in refusal(
+        "learn", tmp_path / "m", place / "birds", "--memory", "10"
+    )
+
+
+def test_a_known_class_under_another_name_is_said_without_stored_images(place: Path, tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    learn(model, place / "pets", "--preset", "quick")
+    again = photos(tmp_path / "again", ["cat", "hen"], seed=9)
+    (again / "cat").rename(again / "moggy")
+    report = learn(model, again)
+    assert [(p["class"], p["known"]) for p in report["same_classes"]] == [("moggy", "cat")]  # type: ignore[attr-defined]
+
+
+def test_nearly_equal_names_are_said_from_the_first_task_on(place: Path, tmp_path: Path) -> None:
+    model, first = tmp_path / "m", photos(tmp_path / "first", ["Cat", "cat "], count=3)
+    words = ["--encoder", SMALL_VIT, "--device", "cpu", "--preset", "quick"]
+    told = call("learn", model, first, *words)
+    assert "'Cat' and 'cat ' are almost the same name" in told.stderr
+    assert learn(model, photos(tmp_path / "next", ["CAT", "hen"], count=3))["names_alike"] == [["CAT", "Cat", "cat "]]
+    assert "almost the same name" not in call("learn", model, photos(tmp_path / "owl", ["owl"], 3)).stderr
+    renamed = call("rename", model, "owl", "Hens")
+    assert "'Hens' and 'hen' are almost the same name" in renamed.stderr and renamed.exit_code == 0
+    assert ask("rename", model, "Hens", "owl")["names_alike"] == []
+
+
+def test_one_class_has_no_accuracy(tmp_path: Path) -> None:
+    one = photos(tmp_path / "one", ["cat"])
+    words = ["learn", tmp_path / "m", one, "--preset", "quick", "--encoder", SMALL_VIT, "--device", "cpu"]
+    said = call(*words).stdout
+    assert "nothing to tell apart" in said and "Accuracy" not in said
 
 
 def test_any_method_that_needs_no_old_data_can_be_chosen(place: Path, tmp_path: Path) -> None:
@@ -127,7 +188,7 @@ def test_any_method_that_needs_no_old_data_can_be_chosen(place: Path, tmp_path: 
         (["--preset", "best", "--method", "tpl"], "leave out --method"),
         (["--time", "soon"], "such as 90s or 5m"),
         (["--time", "5m", "--preset", "quick"], "--time is for --preset balanced"),
-        (["--method", "tlp"], "tpl"),
+        (["--method", "tlp"], "Did you mean 'tpl'?"),
         (["--method", "joint"], "all tasks every time"),
     ],
 )
@@ -137,9 +198,10 @@ def test_mistakes_are_explained(options: list[str], message: str, place: Path, t
 
 def test_times_are_read_and_written() -> None:
     assert [parse_time(text) for text in ("90s", "5m", "1h", "7", "1.5 min")] == [90, 300, 3600, 7, 90]
-    assert [duration(seconds) for seconds in (0.2, 59, 61, 600, 3601)] == [
+    assert [duration(seconds) for seconds in (0.2, 59, 60, 61, 600, 3601)] == [
         "1 s",
         "59 s",
+        "1 min",
         "1 min 1 s",
         "10 min",
         "60 min",
@@ -152,3 +214,13 @@ def test_an_interval_is_wide_for_few_images() -> None:
     low, high = Measured(3, 4).interval
     assert low == pytest.approx(0.3006, abs=1e-3) and high == pytest.approx(0.9544, abs=1e-3)
     assert Measured(0, 0).interval == (0.0, 1.0) and Measured(5, 5).interval[1] == 1.0
+
+
+def test_an_update_says_what_it_brought_and_what_was_there_already(tmp_path: Path) -> None:
+    data = photos(tmp_path / "photos", ["cat", "dog"], count=4)
+    ask("learn", tmp_path / "model", data, "--preset", "quick")
+    again = ask("learn", tmp_path / "model", data, "--update")
+    assert again["repeated"] == 8 and again["old_classes"]["before"] == again["old_classes"]["after"]  # type: ignore[index]
+    (data / "cat" / "0.png").unlink()
+    printed = call("learn", tmp_path / "model", data, "--update").output
+    assert "7 images are in the model already" in printed and "All classes, each image left out in turn: " in printed

@@ -44,6 +44,7 @@ def test_history_tells_what_each_version_changed(own: Path) -> None:
     ]
     ask("rename", own, "hen", "rooster")
     said = call("history", own).stdout
+    assert "newest task" in said and "not that of the whole model" in said
     assert "renamed hen to" in said and "Version 3 is the present one; up to 5 older versions are kept" in said
 
 

@@ -110,6 +110,16 @@ def test_a_task_is_learned_while_predictions_go_on_and_a_bad_one_changes_nothing
     assert list(spool.iterdir()) == []
 
 
+def test_a_task_sent_again_is_refused_for_its_classes_first(opened: Opener) -> None:
+    client = opened()
+    again = send(client, classes(0, 1), name="task 1")
+    assert again.status_code == 409 and again.json()["error"].startswith("Already learned: 0, 1.")
+    other = send(client, classes(7), name="task 1")
+    assert other.status_code == 409 and other.json()["error"].startswith("There is a task 'task 1' already")
+    spool: Path = client.app.state.server.spool  # type: ignore[attr-defined]
+    assert list(spool.iterdir()) == []
+
+
 def test_a_killed_learner_leaves_the_model_as_it_was(opened: Opener, model: Path) -> None:
     client = opened()
     before = content(model)
@@ -186,7 +196,7 @@ def test_a_method_that_would_forget_is_not_taught(tmp_path: Path) -> None:
         response = send(client, classes(7))
         assert response.status_code == 409 and "needs all images at once" in response.json()["error"]
         (answer,) = ask(client, digit(0, 5))
-        assert answer["class"] in "01" and answer["unknown"] == 0
+        assert answer["class"] in "01" and answer["unknown"] is None
         shown = client.post("/predict?examples=3", files={"files": ("0.png", digit(0, 5))}).json()["answers"][0]
         assert shown["examples"] == []  # it has no task models to see with
 

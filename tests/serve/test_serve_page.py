@@ -84,6 +84,24 @@ def test_an_image_chosen_on_the_page_is_answered(
     assert browser.console == []
 
 
+def test_a_file_that_cannot_be_read_is_told_on_the_page(server: Running, browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "broken.png"
+    file.write_bytes(b"no picture")
+    browser.open(server.url)
+    browser.choose("#images", [file])
+    browser.wait("document.querySelector('.result .wrong')")
+    assert "broken.png is not an image" in browser.evaluate("document.querySelector('.result .wrong').textContent")
+
+
+def test_an_answer_without_an_unknown_score_has_no_badge(server: Running, browser: Browser) -> None:
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('.chips li').length")
+    top = "[{ class: 'a', probability: 0.9 }, { class: 'b', probability: 0.1 }]"
+    for unknown, badge in (("null", None), ("1", "perhaps unknown")):
+        said = browser.evaluate(f"unfamiliar = 0; (doubt({{ unknown: {unknown}, top: {top} }}) || [null])[0]")
+        assert said == badge
+
+
 def test_the_page_can_be_used_with_the_keyboard(server: Running, browser: Browser) -> None:
     browser.open(server.url)
     browser.wait("document.querySelectorAll('.chips li').length")

@@ -15,10 +15,13 @@ import torch
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from conftest import KEY, digit
+from conftest import ADDRESS, HOSTS, KEY, TOKEN, digit
 from tpl import Learner
 from tpl.cli import app as commands
+from tpl.serve.app import create_app
 from tpl.serve.model import Batcher, ImageQuery, ModelSource, ServedModel
+from tpl.serve.security import Access
+from tpl.serve.server import Settings
 from tpl.serve.uploads import Limits, prepare
 
 PICTURES = [digit(c, 20 + c) for c in range(4)]
@@ -75,6 +78,37 @@ def test_an_unreadable_file_is_told_and_the_others_are_answered(client: TestClie
     assert second.keys() == {"path", "error"} and second["path"] == "notes.txt"
     assert "is not an image" in second["error"]
     assert "empty.png is empty" in third["error"]
+
+
+def test_files_of_which_none_can_be_read_are_refused_with_the_reasons(client: TestClient) -> None:
+    files = [("files", ("notes.txt", b"no picture")), ("files", ("empty.png", b""))]
+    refused = client.post("/predict", files=files)
+    assert refused.status_code == 422 and refused.json().keys() == {"error"}
+    assert "notes.txt is not an image" in refused.json()["error"] and "empty.png is empty" in refused.json()["error"]
+    many = client.post("/predict", files=[files[1]] * 8)
+    assert many.json()["error"].count("empty.png") == 5 and many.json()["error"].endswith("And 3 more.")
+
+
+def test_a_share_to_reject_is_taken_from_the_address_or_the_form(client: TestClient) -> None:
+    by_address = client.post("/predict?reject=0.6", files=upload(*PICTURES)).json()
+    by_form = client.post("/predict", files=upload(*PICTURES), data={"reject": "0.6"}).json()
+    assert by_form == by_address and all("rejected" in answer for answer in by_form["answers"])
+    for wrong in ("5", "nan", "much"):
+        refused = client.post("/predict", files=upload(PICTURES[0]), data={"reject": wrong})
+        assert refused.status_code == 422 and "a share between 0 and 1" in refused.json()["error"]
+
+
+def test_a_method_without_an_unknown_score_answers_null(tmp_path: Path) -> None:
+    learner = Learner("slda", device="cpu")
+    learner.learn([opened(digit(c, i)) for c in (0, 1) for i in range(6)], ["0"] * 6 + ["1"] * 6)
+    learner.save(tmp_path)
+    app = create_app(ModelSource(tmp_path, "cpu"), Settings(Access(TOKEN, hosts=HOSTS)))
+    with TestClient(app, base_url=ADDRESS) as client:
+        assert client.get("/model").json()["rejection_floor"] is None
+        (answer,) = client.post("/predict", files=upload(PICTURES[0])).json()["answers"]
+        assert answer["unknown"] is None and answer["class"] in "01"
+        refused = client.post("/predict?reject=0.05", files=upload(PICTURES[0]))
+    assert refused.status_code == 409 and "'slda' has no unknown score" in refused.json()["error"]
 
 
 def test_tasks_share_the_probability(client: TestClient, learner: Learner) -> None:

@@ -299,7 +299,7 @@ def test_empty_classes_and_stray_images_are_noted(tmp_path: Path) -> None:
     found = labelled_images(tmp_path)
     assert found.class_names == ("cat",)
     assert any("dog: no images" in note for note in found.skipped)
-    assert any("1 images outside" in note for note in found.skipped)
+    assert any("1 image outside" in note for note in found.skipped)
 
 
 def test_unreadable_images_are_named_and_the_rest_kept_shrunk(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class TestFolder:
         assert source.skipped == (
             "train/ape: no images",
             "train/emu: no images",
-            "train: 1 images outside class folders",
+            "train: 1 image outside class folders",
             "test/cow: no training images",
         )
 

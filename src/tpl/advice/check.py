@@ -17,6 +17,9 @@ from tpl.advice.files import LeftOut, equal_pictures, files_left_out, names_alik
 from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
 from tpl.answers import Measured
 from tpl.methods import Method
+from tpl.methods.closed_form import ClosedFormExperts
+from tpl.methods.parts.closed_form import ClosedForm
+from tpl.methods.plus import TPLPlus
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
@@ -26,7 +29,7 @@ ONE_CLASS, FEWEST = 0.3, 5  # the smallest share, and images of both
 
 @dataclass(frozen=True)
 class Reference:
-    """Stored images of a model's classes, to compare with: their features, the class of each, and all class names."""
+    """What a model stores of its classes, to compare with: features of images, their classes, and all class names."""
 
     features: Tensor
     labels: Tensor
@@ -34,11 +37,21 @@ class Reference:
 
     @classmethod
     def of(cls, method: Method, reader: FeatureReader) -> Reference:
-        """The images that a model stores; without any, its classes are compared by name alone."""
-        if method.memory is None or not len(method.memory):
+        """The images that a model stores, or else the feature vectors; without any, it is compared by name alone."""
+        if method.memory is not None and len(method.memory):
+            stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
+            return cls(stored, method.memory.labels, method.classes_)
+        closed = _closed_form(method)
+        if closed is None:
             return cls(torch.zeros(0, method.encoder.dim, dtype=torch.float64), torch.zeros(0).long(), method.classes_)
-        stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
-        return cls(stored, method.memory.labels, method.classes_)
+        return cls(closed.features.double().cpu(), closed.labels.cpu(), method.classes_)
+
+
+def _closed_form(method: Method) -> ClosedForm | None:
+    """The part of a model that stores feature vectors of the plain encoder, if it has one."""
+    if isinstance(method, ClosedFormExperts):
+        return method.classifier
+    return method.closed_ if isinstance(method, TPLPlus) else None
 
 
 @dataclass(frozen=True)

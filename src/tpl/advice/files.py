@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpl.advice.features import groups_of
-from tpl.stream.folders import is_image_name, open_tree, without_wrappers
+from tpl.stream.folders import open_tree, unread_files, without_wrappers
 
 # What to do with files that are not read.
 HINTS = {
@@ -23,6 +23,7 @@ HINTS = {
     **dict.fromkeys((".svg", ".pdf", ".psd", ".eps", ".jp2", ".jxl"), "not read: convert it to PNG or JPEG"),
     **dict.fromkeys((".zip", ".tar", ".gz", ".7z", ".rar"), "an archive: unpack it"),
 }
+OTHER = "not a picture"
 BITS = 48  # of 256 in which the hashes of one picture may differ, as saved in other sizes or qualities
 LEVELS = 2.0  # of 256 grey levels, the mean difference of their thumbnails
 BLOCK = 2048  # images compared with all others at a time
@@ -37,18 +38,29 @@ class LeftOut:
     example: str
     hint: str
 
+    @property
+    def shows(self) -> bool:
+        """Whether such a file shows something that could be learned in another format."""
+        return self.suffix in HINTS
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.suffix}, such as {self.example}: {self.hint}"
+
 
 def files_left_out(place: Path) -> list[LeftOut]:
     """The files in a folder or zip that are not read, by kind, photos first; none for a list of files."""
     if place.is_file() and place.suffix.lower() != ".zip":
         return []
-    tree = without_wrappers(open_tree(place))
+    return by_kind(unread_files(without_wrappers(open_tree(place))))
+
+
+def by_kind(files: Sequence[str]) -> list[LeftOut]:
+    """Files that are not read, given by their paths, in kinds, photos first."""
     kinds: dict[str, list[str]] = defaultdict(list)
-    for parts in sorted(tree.files):
-        if not is_image_name(parts[-1]):
-            kinds[Path(parts[-1]).suffix.lower() or "no suffix"].append("/".join(parts))
-    found = [LeftOut(s, len(names), names[0], HINTS.get(s, "not a picture")) for s, names in kinds.items()]
-    return sorted(found, key=lambda kind: (kind.suffix not in HINTS, -kind.count))
+    for file in files:
+        kinds[Path(file).suffix.lower() or "no suffix"].append(file)
+    found = [LeftOut(s, len(names), names[0], HINTS.get(s, OTHER)) for s, names in kinds.items()]
+    return sorted(found, key=lambda kind: (not kind.shows, -kind.count))
 
 
 def names_alike(names: Sequence[str], others: Sequence[str] = ()) -> list[tuple[str, ...]]:

@@ -70,12 +70,19 @@ class LeaveOneOut:
 
 
 def leave_one_out(z: Tensor, labels: Tensor, classes: int) -> LeaveOneOut:
-    """Predict every image of features `z` (of unit length) by all others; each class counts the same."""
-    target = F.one_hot(labels, classes).double()
-    weights = _balanced(labels, classes)
-    best = min((_ridge(z, target, weights, strength) for strength in STRENGTHS), key=lambda p: _entropy(p, labels)[0])
-    probabilities = (best / _entropy(best, labels)[1]).softmax(dim=1)
-    return LeaveOneOut(labels, probabilities, _votes(z, target))
+    """Predict every image of features `z` (of unit length) by all others; each class counts the same.
+
+    A class without images takes no part: its columns are 0, and the others are as if it did not exist.
+    """
+    present, numbers = labels.unique(return_inverse=True)
+    target = F.one_hot(numbers, len(present)).double()
+    weights = _balanced(numbers, len(present))
+    best = min((_ridge(z, target, weights, strength) for strength in STRENGTHS), key=lambda p: _entropy(p, numbers)[0])
+    probabilities = (best / _entropy(best, numbers)[1]).softmax(dim=1)
+    empty = probabilities.new_zeros(len(labels), classes)
+    return LeaveOneOut(
+        labels, empty.index_copy(1, present, probabilities), empty.index_copy(1, present, _votes(z, target))
+    )
 
 
 def ridge_weights(z: Tensor, labels: Tensor, classes: int, strength: float) -> Tensor:

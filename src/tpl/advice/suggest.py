@@ -69,11 +69,11 @@ def _different(unsure: Tensor, features: Tensor, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """An image worth a label: the two best classes, the unknown score, and how unsure the model is."""
+    """An image worth a label: the two best classes, the unknown score if there is one, and how unsure the model is."""
 
     path: str
     top: tuple[tuple[str, float], ...]
-    unknown: float
+    unknown: float | None
     unsure: float
 
     def reason(self) -> str:
@@ -81,12 +81,15 @@ class Suggestion:
         (name, best), *rest = self.top
         if rest and self.unsure <= 1 - (best - rest[0][1]) + 1e-6:
             return f"{name} {100 * best:.1f} % or {rest[0][0]} {100 * rest[0][1]:.1f} %"
+        if self.unknown is None:
+            return f"{name} {100 * best:.1f} %"
         return f"{name} {100 * best:.1f} %, but it looks like none of the classes (unknown {self.unknown:.2f})"
 
     def to_dict(self) -> dict[str, Any]:
         """The suggestion as JSON."""
         top = [{"class": name, "probability": round(p, DIGITS)} for name, p in self.top]
-        scores = {"unknown": round(self.unknown, DIGITS), "unsure": round(self.unsure, DIGITS)}
+        unknown = None if self.unknown is None else round(self.unknown, DIGITS)
+        scores = {"unknown": unknown, "unsure": round(self.unsure, DIGITS)}
         return {"path": self.path, "top": top} | scores
 
 
@@ -119,7 +122,8 @@ def suggested(
     names = method.classes_
     paths: list[str] = []
     errors: list[str] = []
-    probabilities, unknown, features = [], [], []
+    probabilities, features = [], []
+    unknown: list[Tensor] = []
     with closing(batches(found, method.preprocess, batch)) as ready:
         for part in ready:
             paths += [name for name, error in zip(part.names, part.errors, strict=True) if error is None]
@@ -127,12 +131,12 @@ def suggested(
             if len(part.pixels):
                 p, u, z = compute(lambda pixels=part.pixels: _look(method, pixels))  # type: ignore[misc]
                 probabilities.append(p.cpu())
-                unknown.append(torch.zeros(len(p)) if u is None else u.cpu())
+                unknown += [] if u is None else [u.cpu()]
                 features.append(z.double().cpu())
             advance(len(part.names))
     if not paths:
         return Suggested([], 0, errors)
-    p, u = torch.cat(probabilities), torch.cat(unknown)
+    p, u = torch.cat(probabilities), torch.cat(unknown) if unknown else None
     unsure = uncertainty(p, u)
     top = p.topk(min(2, len(names)), dim=1)
     best = [
@@ -140,7 +144,8 @@ def suggested(
         for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
     rows = most_useful(unsure, centred(torch.cat(features)), count)
-    return Suggested([Suggestion(paths[i], best[i], float(u[i]), float(unsure[i])) for i in rows], len(paths), errors)
+    known = [None] * len(p) if u is None else u.tolist()
+    return Suggested([Suggestion(paths[i], best[i], known[i], float(unsure[i])) for i in rows], len(paths), errors)
 
 
 def _look(method: Method, pixels: Tensor) -> Seen:

@@ -28,7 +28,7 @@ from tpl.lines import printable
 
 app = typer.Typer(
     name="tpl",
-    help="Image classifiers that keep learning: new classes arrive task by task, and nothing is forgotten.",
+    help="Image classifiers that keep learning: new classes arrive task by task, without the images of old ones.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

@@ -32,6 +32,8 @@ class EncoderChoice(NamedTuple):
 
     name: str
     reason: str
+    side: int  # median of the images' shorter sides, in pixels
+    offline: bool = False  # whether a better one was asked for and could not be had
 
 
 class Better(NamedTuple):
@@ -55,22 +57,22 @@ def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet, do
 
     With `download`, photos are seen with a better one, if it can be had.
     """
-    if asked is not None:
-        return EncoderChoice(asked, "asked for")
-    if weights is not None:
-        return EncoderChoice(packaged_fitting(weights), "the one that the weight file fits")
     side = shorter_side(images)
+    if asked is not None:
+        return EncoderChoice(asked, "asked for", side)
+    if weights is not None:
+        return EncoderChoice(packaged_fitting(weights), "the one that the weight file fits", side)
     reason = f"the images' shorter sides have {side} pixels (median)"
     if side <= SMALL_SIDE:
-        return EncoderChoice(COMPACT, reason)
+        return EncoderChoice(COMPACT, reason, side)
     if download:
         from tpl.nets.weights import can_be_had
 
         better = BETTER[PHOTOS].encoder
         if can_be_had(better):
-            return EncoderChoice(better, f"{reason}, and --download was given")
+            return EncoderChoice(better, f"{reason}, and --download was given", side)
         warn(f"the weights of {better} cannot be had without a network: {PHOTOS}, which is in the package, is used.")
-    return EncoderChoice(PHOTOS, reason)
+    return EncoderChoice(PHOTOS, reason, side, offline=download)
 
 
 def shorter_side(images: ImageSet) -> int:
@@ -86,8 +88,11 @@ def shorter_side(images: ImageSet) -> int:
 
 
 def describe_encoder(choice: EncoderChoice | None, name: str, pixels: int) -> dict[str, Any]:
-    """What a command uses, and what a better choice would be, as JSON; without a choice, a stored model's encoder."""
-    better = BETTER.get(name) if choice is not None else None
+    """What a command uses, and what a better choice would be, as JSON; without a choice, a stored model's encoder.
+
+    No other is better for images that are no larger than what this one sees.
+    """
+    better = BETTER.get(name) if choice is not None and choice.side > pixels and not choice.offline else None
     return {
         "name": name,
         "pixels": pixels,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json
 from tpl.cli.options import OUTPUT, AsJson, Batch, Device, Download, Folder, Model, Strict, TestData, Weights
+from tpl.cli.predict import check_folder_of
 from tpl.cli.text import SHOWN, listed, percent, unknown_text, warn
 from tpl.errors import TplError
 
@@ -80,6 +81,8 @@ def evaluate(
 
     if fail_if_worse and against is None:
         raise TplError("--fail-if-worse compares with another model: name it with --against.")
+    if page is not None:
+        check_folder_of(page)
     given = labelled_images(place, data, download, testing=True)
     learner = Learner.load(model, weights, device)
     older = None if against is None else _older(model, against, weights, device)
@@ -152,7 +155,7 @@ class Predictions:
     truth: list[str] = field(default_factory=list)
     predicted: list[str] = field(default_factory=list)
     probability: list[float] = field(default_factory=list)
-    unknown: list[float] = field(default_factory=list)
+    unknown: list[float | None] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -188,23 +191,33 @@ class Predictions:
         from tpl.answers import ROUNDING
         from tpl.bench.metrics import auroc
 
-        scores = np.array(self.unknown)
+        scores = np.array(self.unknown, dtype=float)  # NaN without an unknown score
         outside = np.array([name not in known for name in self.truth])
-        possible = learner.rejection_floor() <= SHARE + ROUNDING
+        floor = learner.rejection_floor() if learner.method.has_unknown_score else None
+        able = floor is not None and floor < 1  # otherwise there is no score, or one that is always 0
 
-        def rejected(part: Any) -> float | None:
-            return float((part >= 1 - SHARE - ROUNDING).mean()) if possible and len(part) else None
+        def rejected(part: Any) -> dict[str, Any] | None:
+            if floor is None or floor > SHARE + ROUNDING or not len(part):
+                return None
+            return _share(int((part >= 1 - SHARE - ROUNDING).sum()), len(part))
 
-        both = outside.any() and not outside.all()
+        parts = {"known": rejected(scores[~outside]), "unknown": rejected(scores[outside])}
         return {
             "images": int(outside.sum()),
             "classes": sorted({name for name in self.truth if name not in known}),
-            "auroc": auroc(scores[outside], scores[~outside]) if both else None,
+            "auroc": auroc(scores[outside], scores[~outside]) if able and outside.any() and not outside.all() else None,
             "reject": SHARE,
-            "smallest_reject": learner.rejection_floor(),
-            "known_rejected": rejected(scores[~outside]),
-            "unknown_rejected": rejected(scores[outside]),
+            "smallest_reject": floor,
+            **{f"{name}_rejected": None if part is None else part["share"] for name, part in parts.items()},
+            "rejected": parts,
         }
+
+
+def _share(count: int, images: int) -> dict[str, Any]:
+    """Some of the images as a share, with a 95 % interval."""
+    from tpl.answers import Measured
+
+    return {"count": count, "images": images, "share": count / images, "interval": Measured(count, images).interval}
 
 
 def _predict(learner: Learner, given: Labelled, size: int, strict: bool, advance: Any) -> Predictions:
@@ -261,8 +274,7 @@ def _print(report: dict[str, Any]) -> None:
             numbers = str(row["images"]), str(row["right"]), percent(row["accuracy"])
             table.add_row(escape(name), *numbers, escape(listed(others, 5)))
         out.print(table)
-        low, high = (f"{100 * side:.0f}" for side in report["interval"])
-        counts = f"{report['right']:,} of {report['images']:,} images ({low} to {high} %)"
+        counts = _counts(report["right"], report["images"], report["interval"], " images")
         out.print(f"Accuracy: [bold]{percent(report['accuracy'])}[/], {counts}.", highlight=False)
     _print_unknown(report["unknown"])
     if report["unreadable"]:
@@ -276,17 +288,22 @@ def _print_unknown(unknown: dict[str, Any]) -> None:
         if unknown["auroc"] is not None:
             text += f" AUROC of the unknown score: [bold]{percent(unknown['auroc'])}[/]."
         out.print(text, highlight=False, soft_wrap=True)
-    if unknown["known_rejected"] is None and unknown["unknown_rejected"] is None:
-        if unknown["images"]:
-            words = unknown_text(unknown["smallest_reject"])
-            out.print(f"For --reject {SHARE:g} too few images were held out; unknown ones {words}.", highlight=False)
-        return
     rates = [
-        f"{percent(unknown[key])} of the {words}"
-        for key, words in (("known_rejected", "known images"), ("unknown_rejected", "unknown ones"))
-        if unknown[key] is not None
+        f"{percent(part['share'])} of the {words}, {_counts(part['count'], part['images'], part['interval'])}"
+        for key, words in (("known", "known images"), ("unknown", "unknown ones"))
+        if (part := unknown["rejected"][key]) is not None
     ]
-    out.print(f"At --reject {SHARE:g}: {' and '.join(rates)} are rejected.", highlight=False)
+    if rates:
+        out.print(f"Rejected at --reject {SHARE:g}: {'; '.join(rates)}.", highlight=False, soft_wrap=True)
+    elif unknown["images"]:
+        words = unknown_text(unknown["smallest_reject"])
+        out.print(f"Unknown images {words}.", highlight=False, soft_wrap=True)
+
+
+def _counts(some: int, images: int, interval: Sequence[float], what: str = "") -> str:
+    """Counts with the interval of the share, e.g. 19 of 20 (76 to 99 %)."""
+    low, high = (f"{100 * side:.0f}" for side in interval)
+    return f"{some:,} of {images:,}{what} ({low} to {high} %)"
 
 
 def print_against(found: dict[str, Any]) -> None:

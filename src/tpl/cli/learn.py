@@ -33,6 +33,7 @@ from tpl.cli.plan import (
     options_of,
     parse_time,
     print_plan,
+    some_of_each,
     trained_on,
     width_for,
 )
@@ -46,6 +47,7 @@ from tpl.cli.text import (
     size,
     unknown_text,
     warn,
+    warn_about_names,
 )
 from tpl.errors import TplError
 
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     Progress = WorkProgress | ProgressLines
 
 FEW = 30  # images, below which an accuracy is a hint
+COMPARED = 50  # images of each new class that are compared with known classes
 
 
 @app.command(rich_help_panel=MODELS)
@@ -121,7 +124,8 @@ def learn(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Images kept for replay: a number (default 2000), a size such as 50MB, or none.",
+            help="Images that task models keep for replay: a number (2000 by default), a size such as 50MB, or none. "
+            "Asks for task models: a model without them, as photos give it by default, keeps no images.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -157,11 +161,13 @@ def learn(
         ),
     ] = None,
     held_out: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Share of each class's images to hold out of training, to measure on.", rich_help_panel=TRAINING
+            help="Share of each class's images to hold out of training, to measure on; 0.1 by default. Without "
+            "training nothing is held out: each image is left out in turn.",
+            rich_help_panel=TRAINING,
         ),
-    ] = 0.1,
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Random seed; 0 by default.", rich_help_panel=TRAINING)
     ] = None,
@@ -302,7 +308,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         new, more = _by_novelty(learner, ready, request)
         learner, chosen = _choose(learner, new, request)
         task = as_task(ready, _task_name(given))
-        alike = [] if request.update else _warn_about_same_classes(learner, new)
+        names, alike = ([], []) if request.update else (_almost_equal_names(learner, new), _same_classes(learner, new))
         if request.update:
             learner.update(task, callback=progress, held_out=request.held_out)
         else:
@@ -321,7 +327,8 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "accuracy": record.accuracy if measured else None,
         "measured": record.measured.to_dict() if measured and record.measured is not None else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
-        "old_classes": learner.effect_.to_dict() if measured and learner.effect_ is not None else None,
+        "old_classes": learner.effect_.to_dict() if learner.effect_ is not None else None,
+        "repeated": getattr(learner.method, "repeated_", 0),
         "known_classes": len(learner.classes_),
         "encoder": encoder,
         **chosen,
@@ -329,6 +336,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "bytes": bytes_on_disk(store.path),
         "seconds": round(time.monotonic() - started, 2),
         "same_classes": alike,
+        "names_alike": names,
         **notes,
     }
 
@@ -341,7 +349,8 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
     ready, more = _by_novelty(learner, ready, request)
     learner, chosen = _choose(learner, ready, request)
     memory = learner.facts()["memory"]
-    train = trained_on(ready, request.held_out, learner.method.seed)
+    train = trained_on(ready, request.share_for(learner.method), learner.method.seed)
+    names = [] if request.update else _almost_equal_names(learner, ready)
     found = None
     if not request.update:
         progress.begin("timing a few steps", None)
@@ -357,11 +366,13 @@ def _dry_run(store: ModelStore, given: Labelled, request: Request, progress: Pro
         "more": more,
         "images": train,
         "held_out": len(ready.images) - train,
+        "left_out_in_turn": learner.method.leaves_one_out,
         "encoder": encoder,
         **chosen,
         "memory": {"kind": memory["kind"], "budget": memory["budget"]},
         "seconds": None if found is None else round(found.seconds + reading, 1),
         "bytes": None if found is None else found.bytes + older,
+        "names_alike": names,
         **notes,
     }
 
@@ -405,12 +416,14 @@ def _read(
     learner: Learner, given: Labelled, request: Request, progress: Progress
 ) -> tuple[Labelled, dict[str, list[str]]]:
     """The images that can be read, and a list of what was left out; with --strict, an error instead."""
+    from tpl.advice.files import by_kind
     from tpl.stream import readable
 
     progress.begin("reading", len(given.images))
     images, problems = readable(given.images, learner.method.preprocess.shrink, progress.advance)
-    skipped = list(given.skipped)
-    if request.strict and (skipped or problems):
+    kinds = by_kind(given.unread)
+    skipped = [*map(str, kinds), *given.skipped]
+    if request.strict and (given.skipped or problems or any(kind.shows for kind in kinds)):
         raise TplError(f"{listed([*skipped, *problems], 3)} (--strict was given.)")
     if not len(images):
         raise TplError(f"None of the {len(given.images)} images in {given.origin} can be read: {problems[0]}")
@@ -436,29 +449,39 @@ def _by_novelty(learner: Learner, ready: Labelled, request: Request) -> tuple[La
     return ready.only(new), {name: ready.counts[name] for name in known}
 
 
-def _warn_about_same_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
-    """Warn about new classes that look like a known one, or are called almost the same."""
+def _almost_equal_names(learner: Learner, new: Labelled) -> list[list[str]]:
+    """Warn about new classes that are called almost the same as a known one, or as each other."""
+    from tpl.advice.files import names_alike
+
+    groups = [list(group) for group in names_alike(new.class_names, learner.classes_)]
+    warn_about_names(groups)
+    return groups
+
+
+def _same_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
+    """Warn about new classes that look like a known one, as far as the model stores something of its images."""
     method = learner.method
-    if method.memory is None or not len(method.memory) or not method.encoder.pretrained:
+    if not learner.classes_ or not method.encoder.pretrained:
         return []
     from contextlib import closing
 
     from tpl.advice.check import Reference, same_classes
     from tpl.advice.features import FeatureReader
-    from tpl.advice.files import names_alike
     from tpl.stream import batches_of
 
     reader = FeatureReader(method.encoder, method.compute)
-    with closing(batches_of(new.images, method.preprocess, 256)) as ready:
+    reference = Reference.of(method, reader)
+    if not len(reference.labels):
+        return []
+    some = new.images.select(some_of_each(new, COMPARED))
+    with closing(batches_of(some, method.preprocess, 256)) as ready:
         found = reader.look(ready)
-    alike = same_classes(found, list(new.class_names), Reference.of(method, reader))
+    alike = same_classes(found, list(new.class_names), reference)
     for pair in alike:
         warn(
             f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are "
             "taken for the other. If they are one class, `tpl undo` this and give it the known name."
         )
-    for group in names_alike(new.class_names, learner.classes_):
-        warn(f"{' and '.join(map(repr, group))} are almost the same name; each is a class of its own.")
     return alike
 
 
@@ -481,8 +504,12 @@ def _choose(learner: Learner, ready: Labelled, request: Request) -> tuple[Learne
         reason = "nothing is trained" if learner.method.name == CLOSED_FORM else "every task's model is trained in full"
         blocks = getattr(learner.method.config, "adapted_blocks", None)
         choice = Choice(preset, learner.method.name, reason, adapted_blocks=blocks)
+    elif not learner.classes_:
+        choice = request.told(learner.method.name)
     if choice is not None:
         chosen["choice"] = choice.to_dict()
+    if request.asked_share and learner.method.leaves_one_out:
+        warn(f"{learner.method.name} holds nothing out, as it leaves each image out in turn: --held-out has no effect.")
     options = options_of(learner.method.name)
     if not learner.classes_ and "memory" in options:
         budget = request.memory or Budget.parse(MEMORY)
@@ -532,8 +559,10 @@ def _print_learned(report: dict[str, Any]) -> None:
         if "choice" in report:
             out.print(choice_text(report["choice"]), markup=False, highlight=False, soft_wrap=True)
         _print_accuracy(report)
-        if report["old_classes"] is not None:
-            _print_effect(report["old_classes"])
+    if report["repeated"]:
+        warn(f"{report['repeated']:,} images are in the model already: a picture that comes again counts once.")
+    if report["old_classes"] is not None:
+        _print_effect(report["old_classes"], report["updated"])
     if report["more"]:
         known = escape(listed(list(report["more"])))
         out.print(f"Added {sum(report['more'].values()):,} more images of {known}, known before.", highlight=False)
@@ -556,6 +585,9 @@ def _print_accuracy(report: dict[str, Any]) -> None:
     if report["accuracy"] is None:
         out.print("No image was held out: `tpl evaluate` can measure it on others.", highlight=False)
         return
+    if report["known_classes"] == 1:
+        out.print("With one class there is nothing to tell apart, so no accuracy to measure.", highlight=False)
+        return
     measured, among = report["measured"], f"among all {report['known_classes']:,} classes"
     images = "held-out images" if report["held_out"] else "images, each of them left out in turn,"
     low, high = (f"{100 * side:.0f}" for side in measured["interval"])
@@ -571,13 +603,15 @@ def _print_accuracy(report: dict[str, Any]) -> None:
         out.print(escape(text), highlight=False)
 
 
-def _print_effect(effect: dict[str, Any]) -> None:
+def _print_effect(effect: dict[str, Any], updated: bool) -> None:
     """Print what happened to the classes known before, with counts and an interval."""
     before, after = effect["before"], effect["after"]
     low, high = (f"{100 * side:.0f}" for side in after["interval"])
-    by = "" if effect["by"] == "model" else f", by the {effect['by']} alone"
+    how = "each image left out in turn"
+    if effect["by"] != "model":
+        how = f"each stored image left out in turn, by the {effect['by']} alone"
     out.print(
-        f"Older classes, each stored image left out in turn{by}: {before['right']} of {before['images']} right before, "
+        f"{'All' if updated else 'Older'} classes, {how}: {before['right']} of {before['images']} right before, "
         f"{after['right']} of {after['images']} now ({low} to {high} %).",
         highlight=False,
         soft_wrap=True,

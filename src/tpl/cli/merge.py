@@ -76,6 +76,10 @@ def merge(
     words = [f"'{old}' of {second} is now called '{new}'." for old, new in renamed.items()]
     words.append(f"{into} knows {len(a.classes_)} classes in {len(a.tasks_)} tasks: {listed(a.classes_)}.")
     words += [EXPERT[how]] if how is not None else []
+    if any(task.accuracy is not None for task in a.tasks_):
+        words.append(
+            "Accuracies in `tpl show` were measured before the merge; `tpl evaluate` measures the joined model."
+        )
     words.append(f"On disk: {size(bytes_on_disk(into))}.")
     for text in words:
         out.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -21,9 +21,11 @@ from tpl.cli.text import (
     percent,
     size,
     unknown_text,
+    warn_about_names,
     weighting_text,
 )
 from tpl.errors import TplError
+from tpl.names import refuse_unknown
 
 
 @app.command(rich_help_panel=MODELS)
@@ -77,12 +79,20 @@ def rename(
 
     Example: `tpl rename model cat "tabby cat"`
     """
+    known = _classes(model)
+    refuse_unknown("class", old, known)
+    if new != old and new in known:
+        raise TplError(f"There is a class '{new}' already; class names must be unique.")
+    from tpl.advice.files import names_alike
     from tpl.learner import Learner
 
     with Learner.changing(model, weights=weights, device="cpu") as learner:
         learner.rename(old, new)
+    alike = names_alike([new], learner.classes_)
+    warn_about_names(alike)
     if as_json:
-        print_json({"model": str(model), "renamed": {"from": old, "to": new}, "classes": learner.classes_})
+        renamed, groups = {"from": old, "to": new}, [list(group) for group in alike]
+        print_json({"model": str(model), "renamed": renamed, "classes": learner.classes_, "names_alike": groups})
         return
     out.print(f"'{old}' is now called '{new}'.", markup=False, highlight=False)
 
@@ -103,15 +113,11 @@ def remove(
 
     Example: `tpl remove model cat --yes`
     """
-    from tpl.store import ModelStore
-
-    if not yes:
-        known = [c for task in ModelStore(model).header()["tasks"] for c in task["classes"]]
-        if name in known and not _confirmed(
-            f"Remove '{name}' for good? Its stored images are deleted, and so are older versions."
-        ):
-            err.print("Nothing was removed.")
-            raise typer.Exit(1)
+    refuse_unknown("class", name, _classes(model))
+    question = f"Remove '{name}' for good? Its stored images are deleted, and so are older versions."
+    if not yes and not _confirmed(question):
+        err.print("Nothing was removed.")
+        raise typer.Exit(1)
     from tpl.learner import Learner
 
     with Learner.changing(model, weights=weights, device=device) as learner:
@@ -121,6 +127,13 @@ def remove(
         return
     left = len(learner.classes_)
     out.print(f"'{name}' is removed; {left} classes are left.", markup=False, highlight=False)
+
+
+def _classes(model: Path) -> list[str]:
+    """The classes of a model, from its header: a mistyped name is told before the model is loaded."""
+    from tpl.store import ModelStore
+
+    return [name for task in ModelStore(model).header()["tasks"] for name in task["classes"]]
 
 
 def _at_terminal() -> bool:

@@ -25,6 +25,7 @@ from tpl.pretraining import PHOTOS
 if TYPE_CHECKING:
     from tpl.engine import Event
     from tpl.learner import Learner
+    from tpl.methods import Method
     from tpl.store import ModelStore
     from tpl.stream import ImageSet, Labelled, Task
 
@@ -41,6 +42,7 @@ TRAINING_COST = 3.5
 FROM_SCRATCH = "resnet18"  # the encoder that is not pre-trained: the expert of tpl-plus needs pre-trained features
 OPTIONS: dict[str, Any] = {"latent": 64, "batch_size": 16}
 MEMORY = "2000"
+HELD_OUT = 0.1  # share of every class that is not trained on
 MANY_IMAGES = 1000  # of a first task
 MOST_FEATURES = 2048  # random features of tpl-plus: 17 MB in the model directory, and seconds to solve after a task
 
@@ -93,7 +95,7 @@ def parse_time(text: str) -> float:
 class Choice:
     """Whether task models are trained, and why."""
 
-    preset: str
+    preset: str | None  # None: options decide
     method: str
     reason: str
     seconds: float | None = None  # that training was estimated to take
@@ -123,7 +125,7 @@ class Request:
     seed: int | None
     name: str | None
     device: str
-    held_out: float
+    asked_share: float | None  # of --held-out
     update: bool
     strict: bool
     preset: str | None = None
@@ -146,6 +148,15 @@ class Request:
         if self.limit is not None and (self.as_told or self.preset in (QUICK, BEST)):
             raise TplError("--time is for --preset balanced, which decides by it whether task models are trained.")
 
+    @property
+    def held_out(self) -> float:
+        """The share of every class to hold out, by methods that hold images out."""
+        return HELD_OUT if self.asked_share is None else self.asked_share
+
+    def share_for(self, method: Method) -> float:
+        """The share of every class that this method holds out: none, if it leaves each image out in turn instead."""
+        return 0.0 if method.leaves_one_out else self.held_out
+
     def _check_preset(self, preset: str) -> None:
         if preset not in PRESETS:
             raise TplError(f"--preset takes {', '.join(PRESETS)}; got '{preset}'.")
@@ -167,6 +178,14 @@ class Request:
     def as_told(self) -> bool:
         """Whether options say how to learn, so that nothing is left to choose by a preset."""
         return self.preset is None and any(v is not None for v in (self.method, *self._own_options().values()))
+
+    def told(self, method: str) -> Choice | None:
+        """The method of a new model that options ask for without naming it, to be said; None if it is named."""
+        given = [name for name, value in self._own_options().items() if value is not None]
+        if not given or self.method is not None or self.preset is not None:
+            return None
+        verb = "are options" if len(given) > 1 else "is an option"
+        return Choice(None, method, f"{' and '.join(given)} {verb} of task models, which are trained")
 
     def preset_for(self, stored: str | None) -> str | None:
         """The preset that holds: the one asked for, that of a stored model, balanced for a new one; None: as told."""
@@ -197,7 +216,15 @@ class Request:
             "--adapted-blocks": (self.adapted_blocks, str(header["options"].get("adapted_blocks", "all"))),
             "--memory": (self.memory.images if self.memory else None, header["options"].get("memory")),
         }
+        lacking = [name for name, value in self._own_options().items() if closed and value is not None]
+        if lacking:
+            raise TplError(
+                f"{store.path} is a model of {CLOSED_FORM}, which trains no task models and has no {lacking[0]}: "
+                "leave it out."
+            )
         for option, (asked, has) in fixed.items():
+            if option == "--memory" and has is None and self.memory is not None:
+                raise TplError(f"{store.path} is a model of {header['method']}, which has no --memory: leave it out.")
             if asked is not None and asked != has:
                 raise TplError(f"{store.path} was made with {option} {has}, which cannot change; leave it out.")
         if self.memory is not None and self.memory.bytes is not None:
@@ -230,17 +257,32 @@ def _refuse_other_folder(store: ModelStore) -> None:
         return
     if not store.path.is_dir():
         raise TplError(f"{store.path} is a file; MODEL is a directory to make: tpl learn MODEL FOLDER.")
-    if any(not entry.name.startswith(".") and not _left_by_a_writer(entry) for entry in store.path.iterdir()):
+    visible = {entry.name for entry in store.path.iterdir() if not entry.name.startswith(".")}
+    stored = "tasks" in visible and _is_of_a_model(store.path / "tasks")
+    if stored and (visible != {"tasks"} or not _left_by_a_first_writer(store)):
+        raise TplError(
+            f"{store.path} holds the files of a model, but no model.json: restore it from a backup, or remove the "
+            "directory to begin anew."
+        )
+    if visible and not stored:
         raise TplError(
             f"{store.path} holds no model, but other files: name a new directory (the order is tpl learn MODEL FOLDER)."
         )
 
 
-def _left_by_a_writer(entry: Path) -> bool:
-    """Whether a program that was killed in its first commit left this: `tasks/` with nothing but .safetensors files."""
-    if entry.name != "tasks" or not entry.is_dir():
-        return False
-    return all(file.suffix == ".safetensors" for file in entry.rglob("*") if not file.is_dir())
+def _is_of_a_model(tasks: Path) -> bool:
+    """Whether this is a folder with nothing but .safetensors files."""
+    return tasks.is_dir() and all(f.suffix == ".safetensors" for f in tasks.rglob("*") if not f.is_dir())
+
+
+def _left_by_a_first_writer(store: ModelStore) -> bool:
+    """Whether a program that was killed in its first commit left these files, so that they never were a model.
+
+    That commit alone writes into folder 000. A complete one may have lost its model.json later; but a program that
+    was killed also leaves the file that names it as the holder of the lock.
+    """
+    found = {entry.name for entry in (store.path / "tasks").iterdir()}
+    return found <= {".000.partial"} or (found <= {"000", ".000.partial"} and store.holder_file.exists())
 
 
 def method_for(encoder: str) -> str:
@@ -423,7 +465,7 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
     replayed = train if memory is not None and len(memory) else 0  # an epoch, beside the new ones
     if memory is not None and getattr(learner.method.config, "replay_batches", "") == "union":
         replayed = len(memory)
-    few = given.images.select(_some_of_each(given))
+    few = given.images.select(some_of_each(given, max(1, _TIMED // len(given.class_names))))
     trained: dict[str, float] = {}
     ends: list[float] = []  # of epochs
 
@@ -464,41 +506,39 @@ def _size(learner: Learner, memory: bool) -> int:
     return sum(t.numel() * t.element_size() for name, t in tensors if name.startswith("memory.") == memory)
 
 
-def _some_of_each(given: Labelled) -> Any:
-    """Indices of a few images of every class."""
+def some_of_each(given: Labelled, each: int) -> Any:
+    """Indices of the first `each` images of every class."""
     import numpy as np
 
-    each = max(1, _TIMED // len(given.class_names))
     labels = given.images.labels
     return np.concatenate([np.flatnonzero(labels == c)[:each] for c in range(len(given.class_names))])
 
 
 def choice_text(choice: dict[str, Any]) -> str:
-    """The choice of a preset in one line."""
-    return f"{choice['preset']}: {choice['method']}, as {choice['reason']}."
+    """The choice of a preset, or what options ask for, in one line."""
+    return f"{choice['preset'] or 'method'}: {choice['method']}, as {choice['reason']}."
 
 
 def print_plan(report: dict[str, Any]) -> None:
     """Print what would be learned."""
     table = Table("class", box=None, header_style="bold")
     table.add_column("images", justify="right")
-    for name, count in report["classes"].items():
+    for name, count in (report["classes"] | report["more"]).items():
         table.add_row(escape(name), str(count))
     out.print(table)
-    out.print(f"To learn: {report['images']} images; held out to measure on: {report['held_out']}.", highlight=False)
-    if report.get("more"):
+    apart = f"held out to measure on: {report['held_out']}"
+    if report["left_out_in_turn"]:
+        apart = "none is held out: each is left out in turn to measure on"
+    out.print(f"To learn: {report['images']} images; {apart}.", highlight=False)
+    if report["more"]:
         out.print(f"Known already, to be updated: {escape(listed(list(report['more'])))}.", highlight=False)
     if report["updated"]:
         out.print("An update trains nothing: it takes little longer than predicting the images.")
     else:
-        minutes, seconds = divmod(round(report["seconds"]), 60)
-        lasts = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-        work = f"{report['epochs']} epochs" if report["epochs"] else "no training"
-        out.print(
-            f"Time: about {lasts} for {work}, measured on a few steps just now. "
-            f"On disk: about {size(report['bytes'])}.",
-            highlight=False,
-        )
+        lasts, work = duration(report["seconds"]), "without training, measured on a few images just now"
+        if report["epochs"]:
+            work = f"for {report['epochs']} epochs, measured on a few steps just now"
+        out.print(f"Time: about {lasts} {work}. On disk: about {size(report['bytes'])}.", highlight=False)
     if report["encoder"]["reason"] is not None:
         out.print(encoder_text(report["encoder"]), markup=False, highlight=False, soft_wrap=True)
     if report.get("choice"):

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -49,7 +49,13 @@ def predict(
     ] = None,
     strict: Strict = False,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV with column names in the first line.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option(
+            "--csv",
+            help="Print CSV with column names in the first line; `nearest` is the most probable class, of images that "
+            "are called unknown, too.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     as_json: Annotated[
         bool,
@@ -103,10 +109,15 @@ def predict(
         raise TplError(f"--address is not for --engine {engine}; leave it out.")
     if reject is not None and not 0 < reject < 1:
         raise TplError(f"--reject takes a share between 0 and 1, such as 0.05; got {reject:g}.")
+    form = JsonFormat(top, reject) if as_json or file else CsvFormat(top, reject) if as_csv else TextFormat(top, reject)
+    if file is not None:
+        check_folder_of(file)
+    elif not any(map(_may_exist, images)):
+        _print_absent(model, images, form, strict)
+        raise typer.Exit(1)
     from tpl.console import shares_stdout, work_progress
     from tpl.stream import find_images
 
-    form = JsonFormat(top, reject) if as_json or file else CsvFormat(top, reject) if as_csv else TextFormat(top, reject)
     answer = _answering(model, weights, device, engine, address, batch, form)
     found = find_images(images, _stdin())
     seen = failed = 0
@@ -117,7 +128,7 @@ def predict(
             progress.begin("predicting", None)
             with closing(answer(kept.rest(found) if kept else found)) as answered:
                 for part in answered:
-                    _refuse_errors(part, strict)
+                    _refuse_errors(part.errors, strict)
                     text = "".join(form.lines(part, first=seen == 0))
                     kept.write(text) if kept else _write(text)
                     seen += len(part.names)
@@ -132,10 +143,42 @@ def predict(
         raise TplError(f"There are no images in {printable(', '.join(images))}: name image files, folders or zips.")
     if file:
         _print_file(file, seen, earlier, failed, time.perf_counter() - started, as_json)
-    elif failed and not (as_json or as_csv):
-        err.print(f"{failed:,} of {seen:,} images could not be read.", highlight=False)
+    elif isinstance(form, TextFormat):
+        _print_failed(failed, seen)
     if failed == seen:
         raise typer.Exit(1)
+
+
+def check_folder_of(file: Path) -> None:
+    """Refuse to write a file into a folder that does not exist: its name may be a typing error."""
+    if not file.parent.is_dir():
+        raise TplError(f"{file} cannot be written: there is no folder {file.parent}; make it first.")
+
+
+def _may_exist(name: str) -> bool:
+    """Whether a given path leads somewhere, or to an error that only opening it can tell; stdin may."""
+    try:
+        return name == "-" or Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no permission to look, a NUL inside, no such user
+        return True
+
+
+def _print_absent(model: Path, images: list[str], form: Format, strict: bool) -> None:
+    """Say that none of the given paths exists: the output is the usual one, without the time to load the model."""
+    from tpl.store import ModelStore
+
+    ModelStore(model).header()
+    paths = [str(Path(name).expanduser()) for name in images]
+    errors = [f"{path} does not exist: check the path." for path in paths]
+    _refuse_errors(errors, strict)
+    _write("".join(form.error_lines(paths, errors)))
+    if isinstance(form, TextFormat):
+        _print_failed(len(images), len(images))
+
+
+def _print_failed(failed: int, seen: int) -> None:
+    if failed:
+        err.print(f"{failed:,} of {seen:,} images could not be read.", highlight=False)
 
 
 def _answering(
@@ -190,8 +233,17 @@ def _stdin() -> Any:
 def _warn_of_small_share(learner: Learner, reject: float | None) -> None:
     from tpl.answers import ROUNDING
 
+    if reject is None:
+        return
+    learner.method.check_unknown_score()
     floor = learner.rejection_floor()
-    if reject is None or reject >= floor - ROUNDING:
+    if reject >= floor - ROUNDING:
+        return
+    if learner.method.left_out() is not None and floor >= 1:
+        warn(
+            f"--reject {reject:g} cannot reject anything: no class has two images, of which one could be left out and "
+            "compared with the other. `tpl learn --update` adds images."
+        )
         return
     if learner.method.left_out() is not None:
         warn(
@@ -208,8 +260,8 @@ def _warn_of_small_share(learner: Learner, reject: float | None) -> None:
     )
 
 
-def _refuse_errors(part: Answered, strict: bool) -> None:
-    problem = next(filter(None, part.errors), None)
+def _refuse_errors(errors: Sequence[str | None], strict: bool) -> None:
+    problem = next(filter(None, errors), None)
     if strict and problem:
         raise TplError(f"{printable(problem)} (--strict was given.)")
 
@@ -234,6 +286,10 @@ class Format:
         for name, error in zip(part.names, part.errors, strict=True):
             yield self._error(name, error) if error is not None else self._answer(name, next(answers))
 
+    def error_lines(self, names: Sequence[str], errors: Sequence[str]) -> Iterator[str]:
+        """The whole output if no image can be read."""
+        return map(self._error, names, errors)
+
     def _answer(self, name: str, answer: Answer) -> str:
         raise NotImplementedError
 
@@ -252,7 +308,8 @@ class TextFormat(Format):
         if self._rejected(answer):
             said = f"{UNKNOWN} ({answer.unknown:.2f}); of the known classes {best}, task {answer.task}"
         else:
-            said = f"{best}, task {answer.task}, unknown {answer.unknown:.2f}"
+            unknown = "" if answer.unknown is None else f", unknown {answer.unknown:.2f}"
+            said = f"{best}, task {answer.task}{unknown}"
         others = ", ".join(f"{other} {percent(p)}" for other, p in answer.top[1:])
         return printable(f"{name}: {said}{'; then ' if others else ''}{others}") + "\n"
 
@@ -277,26 +334,35 @@ class JsonFormat(Format):
 
 
 class CsvFormat(Format):
-    """A table in CSV."""
+    """A table in CSV; probability and task are those of the `nearest` class, which is the class unless rejected."""
+
+    columns = ("path", "class", "nearest", "probability", "task", "unknown", "rejected", "error")
 
     def lines(self, part: Answered, first: bool) -> Iterator[str]:
         """One line for every image of a batch, after a line of column names."""
-        more = [f"{column}_{rank}" for rank in range(2, self.top + 1) for column in ("class", "probability")]
         if first:
-            yield self._row("path", "class", "probability", "task", "unknown", "rejected", "error", *more)
+            yield self._head()
         yield from super().lines(part, first)
+
+    def error_lines(self, names: Sequence[str], errors: Sequence[str]) -> Iterator[str]:
+        """The column names and a line for every error."""
+        yield self._head()
+        yield from super().error_lines(names, errors)
+
+    def _head(self) -> str:
+        more = [f"{column}_{rank}" for rank in range(2, self.top + 1) for column in ("class", "probability")]
+        return self._row(*self.columns, *more)
 
     def _answer(self, name: str, answer: Answer) -> str:
         rejected = self._rejected(answer)
         mark = "" if self.reject is None else str(rejected).lower()
         chosen = UNKNOWN if rejected else answer.name
+        unknown = "" if answer.unknown is None else f"{answer.unknown:.6f}"
         more = [cell for other, p in answer.top[1:] for cell in (other, f"{p:.6f}")]
-        return self._row(
-            name, chosen, f"{answer.probability:.6f}", answer.task, f"{answer.unknown:.6f}", mark, "", *more
-        )
+        return self._row(name, chosen, answer.name, f"{answer.probability:.6f}", answer.task, unknown, mark, "", *more)
 
     def _error(self, name: str, error: str) -> str:
-        return self._row(name, "", "", "", "", "", error)
+        return self._row(name, *[""] * (len(self.columns) - 2), error)
 
     def _row(self, *cells: str) -> str:
         text = io.StringIO()
@@ -337,7 +403,6 @@ class AnswerFile:
 
         file = self.path.with_name(self.path.name + ".lock")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file, timeout=0):
                 self._check()
                 with self.path.open("ab+") as self.stream:

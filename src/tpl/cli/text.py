@@ -57,10 +57,12 @@ def covariance_text(estimators: Sequence[str]) -> str:
     return "; ".join(f"{words.get(name, f'shrunk by {name}')} in task {', '.join(own)}" for name, own in tasks.items())
 
 
-def unknown_text(floor: float) -> str:
-    """The smallest --reject that can detect unknown images, in words."""
+def unknown_text(floor: float | None) -> str:
+    """The smallest --reject that can detect unknown images, in words; None: the method has no unknown score."""
+    if floor is None:
+        return "cannot be detected: this method has no unknown score; tpl, tpl-plus and closed-form have one"
     if floor >= 1:
-        return "cannot be detected: a task has no held-out images"
+        return "cannot be detected yet: too few images to compare with"
     return f"can be detected with --reject {round_up(floor):g} or more"
 
 
@@ -91,6 +93,12 @@ def listed(names: Sequence[str], most: int = SHOWN) -> str:
 def warn(text: str) -> None:
     """Print a warning as one line on stderr."""
     err.print(f"[yellow]warning:[/] {escape(printable(text))}", soft_wrap=True, highlight=False)
+
+
+def warn_about_names(groups: Sequence[Sequence[str]]) -> None:
+    """Warn about every group of class names that are nearly equal."""
+    for group in groups:
+        warn(f"{' and '.join(map(repr, group))} are almost the same name; each is a class of its own.")
 
 
 def weighting_text(weighting: dict[str, Any]) -> str:

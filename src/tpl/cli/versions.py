@@ -51,7 +51,7 @@ def history(
         print_json({"model": str(model), "keep": kept, "bytes": bytes_on_disk(model), "versions": versions})
         return
     table = Table(box=None, header_style="bold")
-    for column in ("version", "when", "classes", "accuracy", "own size"):
+    for column in ("version", "when", "classes", "newest task", "own size"):
         table.add_column(column, no_wrap=True)
     table.add_column("change")
     for version in found:
@@ -62,7 +62,8 @@ def history(
     out.print(table)
     older = f"up to {kept} older version{'s are' if kept != 1 else ' is'} kept" if kept else "no older version is kept"
     text = f"Version {found[0].number} is the present one; {older} (--keep)."
-    out.print(f"{text} Accuracy: of the newest task on its held-out images.", highlight=False, soft_wrap=True)
+    note = "Newest task: the accuracy on its own classes when it was learned, not that of the whole model."
+    out.print(f"{text} {note}", highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -25,9 +26,10 @@ from tpl.serve.label_studio import add_label_studio
 from tpl.serve.model import ModelSource
 from tpl.serve.security import AccessMiddleware, page
 from tpl.serve.server import Server, Settings, TimingMiddleware
-from tpl.serve.uploads import check_request, files_of, read_form
+from tpl.serve.uploads import check_request, files_of, read_form, text_of
 
 MAX_EXAMPLES = 24
+MAX_REASONS = 5  # why files cannot be read, in one error
 TOKEN = HTTPBearer(scheme_name="token", auto_error=False)  # for the OpenAPI description: AccessMiddleware checks it
 
 
@@ -104,7 +106,11 @@ def _add_predict(app: FastAPI, server: Server) -> None:
         "/predict",
         tags=["model"],
         responses=schema.answers(200, schema.Answers, 401, 409, 413, 415, 422, 503),
-        openapi_extra=schema.form("Images, one or several.", files={"type": "array", "items": schema.FILE}),
+        openapi_extra=schema.form(
+            "Images, one or several.",
+            files={"type": "array", "items": schema.FILE},
+            reject={"type": "number", "description": "the same as in the address"},
+        ),
     )
     async def predict(
         request: Request,
@@ -115,7 +121,7 @@ def _add_predict(app: FastAPI, server: Server) -> None:
             float | None, Query(gt=0, lt=1, description="share of known images that may be called unknown, e.g. 0.05")
         ] = None,
     ) -> JSONResponse:
-        """Classes of the uploaded images, most probable first."""
+        """Classes of the uploaded images, most probable first; an error if none of them can be read."""
         form = await read_form(request, server.settings.limits.files)
         try:
             uploads = files_of(form)
@@ -126,11 +132,34 @@ def _add_predict(app: FastAPI, server: Server) -> None:
                 raise Refusal(409, "Nothing was learned yet: send a task first.")
             await asyncio.to_thread(check_request, uploads, server.settings.limits)
             shown = examples if server.settings.examples else 0
+            reject = _share(text_of(form, "reject")) if reject is None else reject
+            if reject is not None:
+                model.learner.method.check_unknown_score()
             options = {"top": top, "tasks": tasks, "examples": shown, "reject": reject}
             answers = await asyncio.gather(*(server.answer(model, upload, options) for upload in uploads))
         finally:
             await form.close()
+        _refuse_unreadable(answers)
         return JSONResponse({"answers": answers})
+
+
+def _share(text: str | None) -> float | None:
+    """A share from a field of a form, between 0 and 1."""
+    try:
+        share = None if text is None else float(text)
+    except ValueError:
+        share = math.nan
+    if share is not None and not 0 < share < 1:
+        raise Refusal(422, f"reject: a share between 0 and 1, such as 0.05, and not {text!r}.")
+    return share
+
+
+def _refuse_unreadable(answers: list[dict[str, Any]]) -> None:
+    """Refuse a request of which no file can be read, with the reasons."""
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if len(errors) == len(answers):
+        more = f" And {len(errors) - MAX_REASONS} more." if len(errors) > MAX_REASONS else ""
+        raise Refusal(422, " ".join(errors[:MAX_REASONS]) + more)
 
 
 def _add_tasks(app: FastAPI, server: Server) -> None:

@@ -166,7 +166,7 @@ class ServedModel:
                 "stored_image_bytes": memory.bytes_used if memory is not None else 0,
             },
             "capacity": self.learner.capacity(),
-            "rejection_floor": self.learner.rejection_floor() if self.task_of_class else 1.0,
+            "rejection_floor": self.learner.facts()["smallest_reject"],
             "device": str(method.compute.device),
         }
 

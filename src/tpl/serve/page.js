@@ -87,7 +87,7 @@ async function showModel() {
     return;
   }
   known = new Set(model.classes);
-  const share = Math.max(RARE, model.rejection_floor);
+  const share = Math.max(RARE, model.rejection_floor ?? 1);  // null: the method has no unknown score
   unfamiliar = share <= RARE_ENOUGH ? 1 - share - 1e-9 : Infinity;
   $("about").textContent = model.classes.length
     ? `This model knows ${plural(model.classes.length, "class", "classes")}, learned in ${plural(model.tasks.length, "task")}.`
@@ -107,8 +107,8 @@ async function showModel() {
 }
 /* The accuracy of a task when it was learned; of few images as a count: 3 of 4 is not 75 %. */
 function measured(task) {
-  const images = task.held_out || task.images;
-  if (task.accuracy === null) return plural(images, "image");
+  const images = task.measured_on;
+  if (task.accuracy === null) return plural(task.images, "image");
   return `${images < 30 ? `${Math.round(task.accuracy * images)} of ${images}` : percent(task.accuracy)} right when learned`;
 }
 function chip(name, shown) {

@@ -12,7 +12,7 @@ function bars(title, kind, entries) {
 /* Why an answer is doubtful: a word for it and a sentence; null if it is not. */
 function doubt(answer) {
   const [best, next] = answer.top;
-  if (answer.unknown >= unfamiliar) {
+  if (answer.unknown !== null && answer.unknown >= unfamiliar) {
     return ["perhaps unknown", `This image may belong to none of the known classes: at most ${percent(1 - answer.unknown)} of their images have so high an unknown score.`];
   }
   if (next && best.probability - next.probability < CLOSE) {

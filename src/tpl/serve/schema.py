@@ -46,7 +46,9 @@ class Answer(_Shape):
     class_: str | None = Field(None, alias="class", description="the most probable class")
     probability: float | None = None
     task: str | None = Field(None, description="the task of the class")
-    unknown: float | None = Field(None, description="0 to 1; only 5 % of images of known classes reach 0.95")
+    unknown: float | None = Field(
+        None, description="0 to 1; only 5 % of images of known classes reach 0.95; null if the method has no such score"
+    )
     passes: int | None = Field(None, description="task models evaluated, for methods that have any")
     top: list[ClassProbability] | None = None
     tasks: list[TaskProbability] | None = Field(None, description="with tasks=true")
@@ -56,7 +58,7 @@ class Answer(_Shape):
 
 
 class Answers(_Shape):
-    """One answer for each file, in their order."""
+    """One answer for each file, in their order; at least one of them can be read."""
 
     answers: list[Answer]
 
@@ -156,7 +158,10 @@ class Model(_Shape):
     encoder: Encoder
     sizes: Sizes
     capacity: dict[str, float] | None
-    rejection_floor: float = Field(description="the smallest share of known images that can be rejected as unknown")
+    rejection_floor: float | None = Field(
+        description="the smallest share of known images that can be rejected as unknown; 1: there are too few images, "
+        "null: the method has no unknown score"
+    )
     device: str
     read_only: bool
     pictures: dict[str, str] | None = Field(None, description="with pictures=true: one stored image of each class")
@@ -184,7 +189,7 @@ REASONS = {
     401: "The token is missing or wrong.",
     403: "The server is read-only.",
     404: "There is no such task.",
-    409: "It conflicts with the model's classes or tasks.",
+    409: "It conflicts with the model's classes, tasks or method.",
     413: "Over one of the server's limits.",
     415: "Not a multipart form.",
     422: "The content cannot be used.",

@@ -228,7 +228,7 @@ class Server:
         title, method = shown_name(upload), self.model.current.learner.method
         if method.cumulative:
             raise Refusal(409, f"The method {method.name!r} needs all images at once; it cannot learn more from here.")
-        name, job_id = self._task_name(given, title), new_id()
+        job_id = new_id()
         archive = self.spool / f"{job_id}.zip"  # never a name sent by a client
         try:
             with archive.open("xb") as target:
@@ -247,6 +247,7 @@ class Server:
                 )
             if known and not method.can_update:
                 raise Refusal(409, f"The method {method.name!r} cannot learn more images of known classes.")
+            name = self._task_name(given, title)  # after the classes: who sends a task again has both in use
         except BaseException:
             archive.unlink(missing_ok=True)
             raise

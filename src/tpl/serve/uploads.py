@@ -183,6 +183,12 @@ def files_of(form: FormData) -> list[UploadFile]:
     return [value for _, value in form.multi_items() if isinstance(value, Uploaded)]  # type: ignore[misc]
 
 
+def text_of(form: FormData, field: str) -> str | None:
+    """The text of a form's field; None if it is not there, is empty or is a file."""
+    value = form.get(field)
+    return value.strip() or None if isinstance(value, str) else None
+
+
 def shown_name(upload: Uploaded) -> str:
     """The file's name as the client gave it, without unprintable characters and not too long."""
     name = "".join(sign for sign in upload.filename or "" if sign.isprintable())

@@ -222,6 +222,16 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
+def unread_files(tree: Tree) -> tuple[str, ...]:
+    """The files without an image's suffix, by path; of a data set in parts, those of the training part."""
+    train = _is_split(tree)
+    return tuple(
+        "/".join(parts)
+        for parts in sorted(tree.files)
+        if not is_image_name(parts[-1]) and (not train or parts[0] == "train")
+    )
+
+
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name holds no data: dot files, and what macOS adds to zip archives."""
     return name.startswith(".") or name == "__MACOSX"
@@ -340,7 +350,7 @@ def _by_class(tree: Tree, skipped: list[str], where: str) -> dict[str, list[Entr
         raise DataError(f"{tree.origin} holds no images in class folders ({found}). Accepted: {LAYOUTS}.")
     skipped += [f"{where}/{name}: no images" for name in empty]
     if stray:
-        skipped.append(f"{where}: {stray} images outside class folders")
+        skipped.append(f"{where}: {stray} image{'s' * (stray != 1)} outside class folders")
     return {name: entries for name, entries in classes.items() if entries}
 
 

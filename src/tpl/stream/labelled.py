@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.errors import DataError
-from tpl.stream.folders import FileImages, Source, Tree, image_folder, is_image_name, open_tree, without_wrappers
+from tpl.names import close_to
+from tpl.stream.folders import (
+    FileImages,
+    Source,
+    Tree,
+    image_folder,
+    is_image_name,
+    open_tree,
+    unread_files,
+    without_wrappers,
+)
 from tpl.stream.images import ImageSet, WrappedImages, in_range, relabelled
 from tpl.stream.preprocess import Shrink, in_chunks, try_load
 from tpl.stream.sources import load_source
@@ -31,12 +41,16 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images and the names of their classes. `skipped` says what was left out without opening it, and why."""
+    """Images and the names of their classes. `skipped` says what was left out without opening it, and why.
+
+    `unread` are the paths, below the origin, of files that are no images by their suffix.
+    """
 
     origin: str
     images: ImageSet
     class_names: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -48,8 +62,11 @@ class Labelled:
         missing = [name for name in names if name not in self.class_names]
         if missing:
             has = _listed(self.class_names)
-            raise DataError(f"{self.origin} has no class {', '.join(missing)}; it has {has}.")
-        return self._chosen([label for label, name in enumerate(self.class_names) if name in names])
+            meant = close_to(missing[0], self.class_names)
+            rest = f". Did you mean '{meant}'? It has {has}." if meant is not None else f"; it has {has}."
+            raise DataError(f"{self.origin} has no class {', '.join(missing)}{rest}")
+        chosen = self._chosen([label for label, name in enumerate(self.class_names) if name in names])
+        return replace(chosen, unread=tuple(f for f in self.unread if set(f.split("/")[:-1]) & set(names)))
 
     def with_images(self, images: ImageSet) -> Labelled:
         """These classes with other images; classes that have none left are dropped."""
@@ -82,7 +99,8 @@ def labelled_images(
         return _from_csv(place)
     tree = without_wrappers(open_tree(place))
     _explain_if_unusable(place, tree)
-    return _part(image_folder(place, place.stem, tree), str(place), testing)
+    found = _part(image_folder(place, place.stem, tree), str(place), testing)
+    return found if testing else replace(found, unread=unread_files(tree))
 
 
 def _part(source: Source, origin: str, testing: bool) -> Labelled:
