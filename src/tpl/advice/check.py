@@ -41,13 +41,27 @@ class Reference:
         if method.memory is not None and len(method.memory):
             stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
             return cls(stored, method.memory.labels, method.classes_)
-        closed = _closed_form(method)
+        closed = closed_form_of(method)
         if closed is None:
             return cls(torch.zeros(0, method.encoder.dim, dtype=torch.float64), torch.zeros(0).long(), method.classes_)
         return cls(closed.features.double().cpu(), closed.labels.cpu(), method.classes_)
 
 
-def _closed_form(method: Method) -> ClosedForm | None:
+def learned_and_known(method: Method, known: int) -> tuple[Looked, Reference] | None:
+    """The feature vectors that a model stores of its newest classes, and of the first `known`; None if it stores none.
+
+    So nothing has to be computed again to compare classes that were just learned with older ones.
+    """
+    closed = closed_form_of(method)
+    if closed is None:
+        return None
+    features, labels = closed.features.double().cpu(), closed.labels.cpu()
+    new = labels >= known
+    found = Looked([""] * int(new.sum()), labels[new] - known, features[new], torch.zeros(0), [])
+    return found, Reference(features[~new], labels[~new], method.classes_[:known])
+
+
+def closed_form_of(method: Method) -> ClosedForm | None:
     """The part of a model that stores feature vectors of the plain encoder, if it has one."""
     if isinstance(method, ClosedFormExperts):
         return method.classifier

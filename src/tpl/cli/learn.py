@@ -308,11 +308,14 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         new, more = _by_novelty(learner, ready, request)
         learner, chosen = _choose(learner, new, request)
         task = as_task(ready, _task_name(given))
-        names, alike = ([], []) if request.update else (_almost_equal_names(learner, new), _same_classes(learner, new))
+        names = [] if request.update else _almost_equal_names(learner, new)
+        alike = [] if request.update else _like_known_classes(learner, new)
+        known = len(learner.classes_)
         if request.update:
             learner.update(task, callback=progress, held_out=request.held_out)
         else:
             learner.learn(task, name=request.name, held_out=request.held_out, callback=progress, source=given.origin)
+            alike += _learned_like_known_classes(learner, known)
         learner.save(store.path)
     record, facts = learner.tasks_[-1], learner.facts()
     measured = not request.update
@@ -458,17 +461,22 @@ def _almost_equal_names(learner: Learner, new: Labelled) -> list[list[str]]:
     return groups
 
 
-def _same_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
-    """Warn about new classes that look like a known one, as far as the model stores something of its images."""
+def _like_known_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
+    """Warn about new classes that look like a known one, as far as the model stores images of that.
+
+    Where it stores feature vectors, `_learned_like_known_classes` compares these.
+    """
     method = learner.method
     if not learner.classes_ or not method.encoder.pretrained:
         return []
     from contextlib import closing
 
-    from tpl.advice.check import Reference, same_classes
+    from tpl.advice.check import Reference, closed_form_of, same_classes
     from tpl.advice.features import FeatureReader
     from tpl.stream import batches_of
 
+    if closed_form_of(method) is not None:
+        return []
     reader = FeatureReader(method.encoder, method.compute)
     reference = Reference.of(method, reader)
     if not len(reference.labels):
@@ -476,7 +484,18 @@ def _same_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]:
     some = new.images.select(some_of_each(new, COMPARED))
     with closing(batches_of(some, method.preprocess, 256)) as ready:
         found = reader.look(ready)
-    alike = same_classes(found, list(new.class_names), reference)
+    return _warned(same_classes(found, list(new.class_names), reference))
+
+
+def _learned_like_known_classes(learner: Learner, known: int) -> list[dict[str, Any]]:
+    """Warn about classes just learned that look like one of the first `known`, by feature vectors stored of both."""
+    from tpl.advice.check import learned_and_known, same_classes
+
+    stored = learned_and_known(learner.method, known) if known else None
+    return [] if stored is None else _warned(same_classes(stored[0], learner.classes_[known:], stored[1]))
+
+
+def _warned(alike: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for pair in alike:
         warn(
             f"'{pair['class']}' looks the same as '{pair['known']}': {percent(pair['share'])} of their images are "
