@@ -103,6 +103,14 @@ def test_classes_that_wait_are_answered_without_training() -> None:
     assert learner.classes_ == ["0", "1"]
 
 
+def test_a_method_without_a_memory_answers_for_waiting_classes_by_its_own_means() -> None:
+    learner = Learner("closed-form", device="cpu").learn(Task("first", ("0", "1"), digits([0, 1], 10)))
+    learner.observe(digits([6], 10), ["6"] * 10, task_images=20)
+    assert learner.classes_ == ["0", "1"]
+    found = learner.predict(digits([0, 6], 10, start=100))
+    assert np.mean([a == b for a, b in zip(found, ["0"] * 10 + ["6"] * 10, strict=True)]) > 0.7
+
+
 def test_what_waits_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = taught()
     learner.save(tmp_path / "model")

@@ -74,15 +74,15 @@ class Waiting:
     def claims(self, pixels: Tensor) -> list[str | None]:
         """For every image the waiting class whose mean is nearest; None where a learned class's is nearer.
 
-        A learned class has the mean of its images in the memory. Without a memory nothing is claimed, unless no class
-        is learned at all.
+        A learned class has the mean that the method keeps, or else that of its images in the memory. Without either
+        nothing is claimed, unless no class is learned at all.
         """
-        names, memory = self.new, self.method.memory
-        if not names or (self.method.classes_ and (memory is None or not len(memory))):
+        names, learned = self.new, self._learned_means()
+        if not names or (self.method.classes_ and learned is None):
             return [None] * len(pixels)
         means = torch.stack([self._mean(name) for name in names])
-        if self.method.classes_:
-            means = torch.cat([means, self._learned_means()])
+        if learned is not None:
+            means = torch.cat([means, learned])
         features = F.normalize(self.method.encoder_features(pixels).double(), dim=1)
         best = (features @ F.normalize(means, dim=1).T).argmax(dim=1).tolist()
         return [names[i] if i < len(names) else None for i in best]
@@ -95,9 +95,10 @@ class Waiting:
             self._means[name] = len(images), mean / len(images)
         return self._means[name][1]
 
-    def _learned_means(self) -> Tensor:
-        memory = self.method.memory
-        assert memory is not None
+    def _learned_means(self) -> Tensor | None:
+        kept, memory = self.method.class_directions(), self.method.memory
+        if kept is not None or memory is None or not len(memory):
+            return kept
         key = self.method.classes_, memory.bytes_used
         if self._known is None or self._known[0] != key:
             pixels = memory.pixels(self.method.preprocess, self.method.compute.device)

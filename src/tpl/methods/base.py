@@ -153,6 +153,10 @@ class Method(ABC):
         """Learn a task without training, from a method with equal training that has just learned the same samples."""
         raise NotImplementedError
 
+    def class_directions(self) -> Tensor | None:
+        """A mean of unit encoder features for every class, `[classes, dim]`, if the method keeps them; else None."""
+        return None
+
     def left_out(self) -> LeftOut | None:
         """What leave-one-out says of images of all classes, old and new; None for a method that cannot do it."""
         return None

@@ -98,6 +98,10 @@ class ClosedFormExperts(Method):
         """log P(class | image), `[n, classes]`."""
         return self.answer(pixels).log_p
 
+    def class_directions(self) -> Tensor | None:
+        """The class means that discriminant analysis uses."""
+        return None if self.classifier is None else self.classifier.statistics.means
+
     def left_out(self) -> LeftOut | None:
         """Stored feature vectors, each classified by all other images."""
         return None if self.classifier is None else LeftOut(*self.classifier.measured())
