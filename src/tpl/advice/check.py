@@ -17,9 +17,6 @@ from tpl.advice.files import LeftOut, equal_pictures, files_left_out, names_alik
 from tpl.advice.labels import BLOCK, LeaveOneOut, leave_one_out
 from tpl.answers import Measured
 from tpl.methods import Method
-from tpl.methods.closed_form import ClosedFormExperts
-from tpl.methods.parts.closed_form import ClosedForm
-from tpl.methods.plus import TPLPlus
 from tpl.stream import Labelled, batches_of
 
 SAME = 0.9999  # cosine of the features of an image and its stored copy
@@ -41,10 +38,8 @@ class Reference:
         if method.memory is not None and len(method.memory):
             stored = reader.features(method.memory.pixels(method.preprocess)).double().cpu()
             return cls(stored, method.memory.labels, method.classes_)
-        closed = closed_form_of(method)
-        if closed is None:
-            return cls(torch.zeros(0, method.encoder.dim, dtype=torch.float64), torch.zeros(0).long(), method.classes_)
-        return cls(closed.features.double().cpu(), closed.labels.cpu(), method.classes_)
+        vectors = method.stored_vectors() or (torch.zeros(0, method.encoder.dim), torch.zeros(0).long())
+        return cls(vectors[0].double().cpu(), vectors[1].cpu(), method.classes_)
 
 
 def learned_and_known(method: Method, known: int) -> tuple[Looked, Reference] | None:
@@ -52,20 +47,13 @@ def learned_and_known(method: Method, known: int) -> tuple[Looked, Reference] | 
 
     So nothing has to be computed again to compare classes that were just learned with older ones.
     """
-    closed = closed_form_of(method)
-    if closed is None:
+    vectors = method.stored_vectors()
+    if vectors is None:
         return None
-    features, labels = closed.features.double().cpu(), closed.labels.cpu()
+    features, labels = vectors[0].double().cpu(), vectors[1].cpu()
     new = labels >= known
     found = Looked([""] * int(new.sum()), labels[new] - known, features[new], torch.zeros(0), [])
     return found, Reference(features[~new], labels[~new], method.classes_[:known])
-
-
-def closed_form_of(method: Method) -> ClosedForm | None:
-    """The part of a model that stores feature vectors of the plain encoder, if it has one."""
-    if isinstance(method, ClosedFormExperts):
-        return method.classifier
-    return method.closed_ if isinstance(method, TPLPlus) else None
 
 
 @dataclass(frozen=True)

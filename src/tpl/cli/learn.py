@@ -331,7 +331,7 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         "measured": record.measured.to_dict() if measured and record.measured is not None else None,
         "confused": [{"true": t, "predicted": p, "count": n} for t, p, n in learner.held_out_confusions() if measured],
         "old_classes": learner.effect_.to_dict() if learner.effect_ is not None else None,
-        "repeated": getattr(learner.method, "repeated_", 0),
+        "repeated": learner.method.repeated_,
         "known_classes": len(learner.classes_),
         "encoder": encoder,
         **chosen,
@@ -467,16 +467,14 @@ def _like_known_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]
     Where it stores feature vectors, `_learned_like_known_classes` compares these.
     """
     method = learner.method
-    if not learner.classes_ or not method.encoder.pretrained:
+    if not learner.classes_ or not method.encoder.pretrained or method.stored_vectors() is not None:
         return []
     from contextlib import closing
 
-    from tpl.advice.check import Reference, closed_form_of, same_classes
+    from tpl.advice.check import Reference, same_classes
     from tpl.advice.features import FeatureReader
     from tpl.stream import batches_of
 
-    if closed_form_of(method) is not None:
-        return []
     reader = FeatureReader(method.encoder, method.compute)
     reference = Reference.of(method, reader)
     if not len(reference.labels):

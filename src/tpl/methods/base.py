@@ -72,6 +72,7 @@ class Method(ABC):
     has_task_models: ClassVar[bool] = False  # whether every task has a model of its own
 
     memory: Memory | None = None
+    repeated_: int = 0  # images that came again since the model was made or loaded, where a method notices them
 
     def __init__(self, encoder: Encoder, config: Any, compute: Compute, seed: int = 0) -> None:
         self._refuse_untrained(encoder)
@@ -152,6 +153,10 @@ class Method(ABC):
     def learn_task_from(self, other: Method, task: Task, samples: Samples) -> None:
         """Learn a task without training, from a method with equal training that has just learned the same samples."""
         raise NotImplementedError
+
+    def stored_vectors(self) -> tuple[Tensor, Tensor] | None:
+        """Stored features of images under the plain encoder, `[n, dim]`, and their classes; None without any."""
+        return None
 
     def class_directions(self) -> Tensor | None:
         """A mean of unit encoder features for every class, `[classes, dim]`, if the method keeps them; else None."""

@@ -46,7 +46,6 @@ class ClosedFormExperts(Method):
     def __init__(self, encoder: Encoder, config: ClosedFormConfig, compute: Compute, seed: int = 0) -> None:
         super().__init__(encoder, config, compute, seed)
         self.classifier: ClosedForm | None = None
-        self.repeated_ = 0  # images that came again since the model was made or loaded
 
     @property
     def learned(self) -> ClosedForm:
@@ -97,6 +96,10 @@ class ClosedFormExperts(Method):
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """log P(class | image), `[n, classes]`."""
         return self.answer(pixels).log_p
+
+    def stored_vectors(self) -> tuple[Tensor, Tensor] | None:
+        """Those that are left out in turn."""
+        return None if self.classifier is None else (self.classifier.features, self.classifier.labels)
 
     def class_directions(self) -> Tensor | None:
         """The class means that discriminant analysis uses."""

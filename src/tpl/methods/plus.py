@@ -474,6 +474,10 @@ class TPLPlus(TPL):
         """The smallest share that rests on counted images, and not on extrapolation or nothing."""
         return super().rejection_floor() if self.closed_ is None else 1 / (1 + len(self.closed_.known_scores))
 
+    def stored_vectors(self) -> tuple[Tensor, Tensor] | None:
+        """Those of the closed form, which models of few images have."""
+        return None if self.closed_ is None else (self.closed_.features, self.closed_.labels)
+
     def left_out(self) -> LeftOut | None:
         """What leave-one-out says of stored features by the closed form alone; None with many images."""
         return None if self.closed_ is None else LeftOut(*self.closed_.measured())
