@@ -489,7 +489,7 @@ def test_paths_that_do_not_exist_are_told_before_the_model_is_loaded(
 ) -> None:
     command = ["predict", model, tmp_path / "a.png", "~/no-such-folder", *form, "--device", "cpu"]
     with monkeypatch.context() as patched:
-        patched.setattr("tpl.cli.predict._may_exist", lambda name: True)  # the long way
+        patched.setattr("tpl.cli.predict.may_exist", lambda name: True)  # the long way
         expected = call(*command)
     monkeypatch.setattr(Learner, "load", lambda *_: pytest.fail("the model was loaded"))
     found = call(*command)
@@ -763,3 +763,11 @@ def test_a_network_from_scratch_has_no_expert() -> None:
 @pytest.mark.parametrize(("images", "width"), [(1, 1024), (300, 1200), (50_000, 2048)])
 def test_the_expert_of_a_model_from_folders_is_neither_narrow_nor_huge(images: int, width: int) -> None:
     assert width_for(images) == width
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~nobody-of-this-name/x", "absent.jpg"])
+def test_a_path_that_cannot_be_looked_up_is_no_traceback(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    call("learn", model, photos(tmp_path / "photos", ["cat", "dog"], count=2), "--preset", "quick")
+    assert name[:4] in refusal("suggest", model, name)
+    assert name[:4] in call("predict", model, name).output

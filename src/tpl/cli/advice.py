@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json
-from tpl.cli.options import AsJson, Batch, Device, Encoder, Folder, Model, Weights
+from tpl.cli.options import AsJson, Batch, Device, Encoder, Folder, Model, Weights, may_exist
 from tpl.cli.text import SHOWN, listed, percent, warn
 from tpl.errors import TplError
 from tpl.lines import printable
@@ -185,9 +185,8 @@ def suggest(
 
     `tpl suggest model inbox/ --count 5 --json`
     """
-    missing = [name for name in images if not Path(name).expanduser().exists()]
-    if len(missing) == len(images):
-        raise TplError(f"There is no file or folder {printable(listed(missing))}: check the path.")
+    if not any(map(may_exist, images)):
+        raise TplError(f"There is no file or folder {printable(listed(images))}: check the path.")
     from tpl.advice.suggest import suggested
     from tpl.console import work_progress
     from tpl.learner import Learner

@@ -14,8 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json
-from tpl.cli.options import OUTPUT, AsJson, Batch, Device, Download, Folder, Model, Strict, TestData, Weights
-from tpl.cli.predict import check_folder_of
+from tpl.cli.options import (
+    OUTPUT,
+    AsJson,
+    Batch,
+    Device,
+    Download,
+    Folder,
+    Model,
+    Strict,
+    TestData,
+    Weights,
+    check_folder_of,
+)
 from tpl.cli.text import SHOWN, listed, percent, unknown_text, warn
 from tpl.errors import TplError
 

@@ -241,3 +241,17 @@ def class_sizes(text: str | None) -> int | tuple[int, ...] | None:
     except ValueError:
         raise TplError(f"--per-task takes a number or numbers joined by commas; got '{text}'.") from None
     return sizes if len(sizes) > 1 else sizes[0]
+
+
+def check_folder_of(file: Path) -> None:
+    """Refuse to write a file into a folder that does not exist: its name may be a typing error."""
+    if not file.parent.is_dir():
+        raise TplError(f"{file} cannot be written: there is no folder {file.parent}; make it first.")
+
+
+def may_exist(name: str) -> bool:
+    """Whether a given path leads somewhere, or to an error that only opening it can tell; stdin may."""
+    try:
+        return name == "-" or Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no permission to look, a NUL inside, no such user
+        return True

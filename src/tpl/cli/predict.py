@@ -18,7 +18,7 @@ import typer
 from rich.markup import escape
 
 from tpl.cli.app import MODELS, app, err, importing, out, print_json
-from tpl.cli.options import ADVANCED, OUTPUT, Address, Batch, Device, Model, Strict, Weights
+from tpl.cli.options import ADVANCED, OUTPUT, Address, Batch, Device, Model, Strict, Weights, check_folder_of, may_exist
 from tpl.cli.text import percent, round_up, warn
 from tpl.errors import TplError
 from tpl.lines import printable
@@ -112,7 +112,7 @@ def predict(
     form = JsonFormat(top, reject) if as_json or file else CsvFormat(top, reject) if as_csv else TextFormat(top, reject)
     if file is not None:
         check_folder_of(file)
-    elif not any(map(_may_exist, images)):
+    elif not any(map(may_exist, images)):
         _print_absent(model, images, form, strict)
         raise typer.Exit(1)
     from tpl.console import shares_stdout, work_progress
@@ -149,26 +149,12 @@ def predict(
         raise typer.Exit(1)
 
 
-def check_folder_of(file: Path) -> None:
-    """Refuse to write a file into a folder that does not exist: its name may be a typing error."""
-    if not file.parent.is_dir():
-        raise TplError(f"{file} cannot be written: there is no folder {file.parent}; make it first.")
-
-
-def _may_exist(name: str) -> bool:
-    """Whether a given path leads somewhere, or to an error that only opening it can tell; stdin may."""
-    try:
-        return name == "-" or Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # no permission to look, a NUL inside, no such user
-        return True
-
-
 def _print_absent(model: Path, images: list[str], form: Format, strict: bool) -> None:
     """Say that none of the given paths exists: the output is the usual one, without the time to load the model."""
     from tpl.store import ModelStore
 
     ModelStore(model).header()
-    paths = [str(Path(name).expanduser()) for name in images]
+    paths = [str(Path(os.path.expanduser(name))) for name in images]
     errors = [f"{path} does not exist: check the path." for path in paths]
     _refuse_errors(errors, strict)
     _write("".join(form.error_lines(paths, errors)))

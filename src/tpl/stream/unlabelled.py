@@ -82,7 +82,7 @@ def _as_path(raw: bytes) -> str:
 
 
 def _images_at(name: str) -> Iterator[Found]:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # pathlib raises an error for an unknown user
     try:
         if path.is_dir():
             yield from _images_in_folder(path)
