@@ -108,8 +108,9 @@ def measure(arguments: list[str], place: Path, number: int) -> dict[str, float]:
     report = place / f"round-{number}.json"
     caches = {"XDG_CACHE_HOME": str(place / "caches"), "TORCHINDUCTOR_CACHE_DIR": str(place / "caches" / "compiled")}
     command = [sys.executable, __file__, "--timed", str(report), *arguments, "--out", str(place / f"run-{number}")]
+    usual = {name: value for name, value in os.environ.items() if name != "TPL_IMAGE_CACHE"}
     started = time.perf_counter()
-    subprocess.run(command, env=os.environ | caches, check=True, stdout=sys.stderr)
+    subprocess.run(command, env=usual | caches, check=True, stdout=sys.stderr)
     total = time.perf_counter() - started
     parts: dict[str, float] = json.loads(report.read_text(encoding="utf-8"))
     parts[REST] = total - sum(seconds for part, seconds in parts.items() if part != REST)

@@ -102,6 +102,9 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "tpl-plus": "",
     "tpl-plus-former": "former defaults: one view",
     "tpl": "",
+    "row": "",
+    "more": "",
+    "hat": "",
     "ranpac-first": "adapted to the first task, as published",
     "ranpac-best": "the same, ridge chosen on held-out images",
     "ranpac": "encoder as it is",
@@ -318,6 +321,9 @@ def benchmark_table(benchmark: str) -> list[str]:
             for name in ROWS:
                 found = rows_of(benchmark, encoder, name)
                 runs = [run for _, run in found]
+                if not runs and name in BOUNDS and (same := rows_of(BENCHMARKS[benchmark], encoder, name)):
+                    yield _from_elsewhere(title, name, [run for _, run in same], BENCHMARKS[benchmark])
+                    continue
                 if not runs:
                     yield [title, label(name, runs), *["–"] * 2, NOT_RUN, *["–"] * 3]
                     continue
@@ -336,6 +342,14 @@ def benchmark_table(benchmark: str) -> list[str]:
 
     head = "encoder (hash) | method | class orders | recipe | Last | AIA | TIL | rectified forgetting"
     return table(head, rows(), 2)
+
+
+def _from_elsewhere(title: str, name: str, runs: list[RunResult], benchmark: str) -> list[str]:
+    """The row of a bound that was trained on the same images, divided into other tasks."""
+    sha = runs[0].description["encoder"]["sha256"][:8]
+    said = f"{label(name, runs)}, the run of {benchmark.upper()}"
+    last = shown([run.summary["last"] for run in runs])
+    return [f"{title} ({sha})", said, str(len(runs)), recipe(runs[0]), last, *["–"] * 3]
 
 
 def _behind(bound: float | None, lasts: Sequence[float | None], name: str) -> str:

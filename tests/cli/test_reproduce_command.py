@@ -97,7 +97,7 @@ def test_a_row_reached_with_another_recipe_says_which(results: Path) -> None:
         (place / "results.json").unlink()
     result = call(ROW, "--from", results)
     text = " ".join(result.stdout.split())
-    assert result.exit_code == 0 and "with short-cosine" in text and "Recipe short-cosine: 8 to 20 epochs" in text
+    assert result.exit_code == 0 and "with short-cosine" in text and "Recipe short-cosine: 4 to 20 epochs" in text
     assert "1 reached with another recipe" in text and "by the paper's recipe" not in text
     assert call(ROW, "--from", results, "--recipe", "paper").exit_code == 1
     answer = ask(ROW, "--from", results)
