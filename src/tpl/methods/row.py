@@ -101,8 +101,9 @@ class ROW(BankMethod):
             return torch.cat(parts), torch.where(owner == t, own_labels, self.bank.tasks[t].own)
 
         def rows(group: list[int]) -> Tensor:
-            epochs = range(config.task_head_epochs)
-            return torch.cat([torch.cat([self._paired(owner == t, generator) for t in group], dim=1) for _ in epochs])
+            epochs, owner_here = range(config.task_head_epochs), owner.cpu()  # once: no draw waits for the device
+            drawn = [[self._paired(owner_here == t, generator) for t in group] for _ in epochs]
+            return torch.cat([torch.cat(heads, dim=1) for heads in drawn])
 
         self.task_heads_ = train_heads(self.task_heads_, data, rows, config.lr, config.momentum)
 
@@ -117,8 +118,11 @@ class ROW(BankMethod):
         return torch.cat(chosen)
 
     def _paired(self, mine: Tensor, generator: torch.Generator) -> Tensor:
-        """One epoch, `[steps, 1, 2 batch]`: own rows and as many others' rows; the smaller set is repeated."""
-        sides = [torch.nonzero(side).squeeze(1).cpu() for side in (mine, ~mine)]
+        """One epoch, `[steps, 1, 2 batch]`: own rows and as many others' rows; the smaller set is repeated.
+
+        `mine` says of every row whether it is the task's own, on the CPU.
+        """
+        sides = [torch.nonzero(side).squeeze(1) for side in (mine, ~mine)]
         length, batch = max(len(side) for side in sides), self.config.head_batch
         drawn = epoch_of([len(side) for side in sides], length, batch, generator)
         parts = [

@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tpl.engine import CapturedFunction, Compute
 from tpl.methods.bank.bank import Outputs, TaskModel
 from tpl.scores import Mahalanobis
 from tpl.store import under_prefix
+
+STEPS = 16  # of training heads in one block, which on a GPU is one CUDA graph
 
 
 class TaskCentres:
@@ -79,23 +82,41 @@ def fit_heads(heads: Heads, features: Tensor, labels: Tensor, rows: Tensor, lr: 
 
     `features` are `[heads, n, dim]`, `labels` `[heads, n]`; a row of -1 is ignored. The gradient in closed form: with
     p the softmax and y the label as a vector, dCE/dW = (p - y) z^T and dCE/db = p - y.
+
+    A step is so small that launching its kernels takes most of the time. So weights and biases are one vector, what
+    does not depend on them is computed for a block of steps at once, and on a GPU a block is a replay of a CUDA graph.
     """
-    weight, bias = heads.weight.clone(), heads.bias.clone()
-    velocities = torch.zeros_like(weight), torch.zeros_like(bias)
-    which = torch.arange(len(weight), device=weight.device).unsqueeze(1)
-    for own in rows.to(weight.device).unbind(0):
-        places = own.clamp_min(0)
-        z, y = features[which, places], labels[which, places]
-        error = (z @ weight.mT + bias.unsqueeze(1)).softmax(dim=2)
-        error.scatter_add_(2, y.unsqueeze(2), -torch.ones_like(error[..., :1]))
-        counted = (own >= 0).to(error)
-        error *= (counted / counted.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(2)
-        for parameter, velocity, gradient in zip(
-            (weight, bias), velocities, (error.mT @ z, error.sum(dim=1)), strict=True
-        ):
-            velocity.mul_(momentum).add_(gradient)
-            parameter.sub_(velocity, alpha=lr)
-    return Heads(weight, bias)
+    device, sizes = heads.weight.device, [part.numel() for part in heads]
+    which = torch.arange(len(labels), device=device).unsqueeze(1)
+    outputs = torch.arange(heads.bias.shape[1], device=device)
+
+    def parts(vector: Tensor) -> Heads:
+        """Views of the weights and biases in a vector."""
+        return Heads(*(part.view_as(like) for part, like in zip(vector.split(sizes), heads, strict=True)))
+
+    def block(state: Tensor, rows: Tensor) -> Tensor:
+        """The vector and its velocity, `[2, parameters]`, after one step for each of `rows`."""
+        vector, velocity = state.clone().unbind()
+        (weight, bias), gradient = parts(vector), torch.empty_like(vector)
+        by_weight, by_bias = parts(gradient)
+        places, counted = rows.clamp_min(0), (rows >= 0).to(state)
+        seen, targets = features[which, places], (labels[which, places].unsqueeze(3) == outputs).to(state)
+        shares = (counted / counted.sum(dim=2, keepdim=True).clamp_min(1)).unsqueeze(3)
+        for z, y, share in zip(seen.unbind(), targets.unbind(), shares.unbind(), strict=True):
+            logits = torch.bmm(z, weight.mT).add_(bias.unsqueeze(1))
+            error = logits.softmax(dim=2).sub_(y).mul_(share)
+            torch.bmm(error.mT, z, out=by_weight)
+            torch.sum(error, dim=1, out=by_bias)
+            velocity = velocity.mul_(momentum).add_(gradient) if momentum else gradient
+            vector.sub_(velocity, alpha=lr)
+        return torch.stack([vector, velocity])
+
+    vector = torch.cat([part.flatten() for part in heads])
+    state = torch.stack([vector, torch.zeros_like(vector)])
+    captured = CapturedFunction(block, Compute(device, bf16=False))
+    for some in rows.to(device).split(STEPS):
+        state = captured(state, some) if len(some) == STEPS else block(state, some)
+    return Heads(*(part.clone() for part in parts(state[0])))
 
 
 def epoch_of(counts: list[int], length: int, batch: int, generator: torch.Generator) -> Tensor:
