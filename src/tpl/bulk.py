@@ -21,6 +21,7 @@ from tpl._version import __version__
 from tpl.answers import Answer
 from tpl.cluster import Machine, chosen_threads, connect, load_ray, pack, share_out, unpack, use_threads
 from tpl.errors import TplError
+from tpl.files import at_home
 from tpl.learner import Learner
 from tpl.stream import Batch, Found, UnreadableImage, batches
 
@@ -139,7 +140,7 @@ class WorkerPool:
         except TplError:
             self._leave()
             raise
-        place = None if weights is None else str(weights.expanduser().absolute())
+        place = None if weights is None else str(at_home(weights).absolute())
         self.model = SentModel((self.ray.put(pack(model)),), place, device, chosen_threads(self.share.threads))
         self.actor = self.ray.remote(
             num_cpus=self.share.cpus,

@@ -15,6 +15,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpl"
 
 
+def at_home(path: Path | str) -> Path:
+    """The path, with the home folder in the place of a leading `~`; that of an unknown user is left as it is."""
+    return Path(os.path.expanduser(path))  # Path.expanduser would raise a RuntimeError
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, in hex."""
     with path.open("rb") as stream:

@@ -769,5 +769,7 @@ def test_the_expert_of_a_model_from_folders_is_neither_narrow_nor_huge(images: i
 def test_a_path_that_cannot_be_looked_up_is_no_traceback(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     call("learn", model, photos(tmp_path / "photos", ["cat", "dog"], count=2), "--preset", "quick")
-    assert name[:4] in refusal("suggest", model, name)
+    for command in ("suggest", "learn", "evaluate"):
+        assert name[:4] in refusal(command, model, name)
+    assert name[:4] in refusal("check", name)
     assert name[:4] in call("predict", model, name).output

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpl.bench.benchmarks import find_benchmark
 from tpl.errors import TplError
-from tpl.files import read_bounded
+from tpl.files import at_home, read_bounded
 from tpl.names import method_names, refuse_unknown
 from tpl.stream import check_order
 
@@ -95,7 +95,7 @@ class Suite:
         special = dict(self.benchmark.get(benchmark, {}))
         common = self.options | special.pop("options", {})
         settings: dict[str, Any] = self.run | special
-        settings |= {name: Path(settings[name]).expanduser() for name in PATHS if name in settings}
+        settings |= {name: at_home(settings[name]) for name in PATHS if name in settings}
         if isinstance(settings.get("per_task"), list):
             settings["per_task"] = tuple(settings["per_task"])
         known = _options_of(method)
@@ -227,7 +227,7 @@ def _check_settings(where: str, table: Table, more: Iterable[str] = ()) -> None:
         if type(value) not in SETTINGS[name]:
             kinds = " or a ".join(kind.__name__ for kind in SETTINGS[name])
             raise TplError(f"{where}: {name} must be a {kinds}; got {value!r}.")
-        if name in PATHS and not Path(value).expanduser().exists() and not table.get("download"):
+        if name in PATHS and not at_home(value).exists() and not table.get("download"):
             raise TplError(f"{where}: {name} = {value!r} is not there. Paths are relative to the current folder.")
         if isinstance(value, list) and not all(type(size) is int for size in value):
             raise TplError(f"{where}: {name} must be a number of classes, or a list of them; got {value!r}.")

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from tpl.engine import Callback, Event
 from tpl.errors import TplError
+from tpl.files import at_home
 
 PROJECT = "tpl"  # the experiment or project where none is named
 LOSS = "training_loss"
@@ -73,7 +74,7 @@ class TensorBoardTracker(Tracker):
     def __init__(self, where: str, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(where).expanduser() / run.place.name if where else run.place / "tensorboard"
+        folder = at_home(where) / run.place.name if where else run.place / "tensorboard"
         # Two writers, since tasks and epochs count separately. `purge_step` drops what an interrupted task has written.
         self.stages = SummaryWriter(str(folder), purge_step=run.learned + 1)
         self.training = SummaryWriter(str(folder / "training"), purge_step=run.epochs + 1)
@@ -108,7 +109,7 @@ class MlflowTracker(Tracker):
         from mlflow import MlflowClient
 
         uri = where or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
-        self.client = MlflowClient(uri if "://" in uri else Path(uri).expanduser().absolute().as_uri())
+        self.client = MlflowClient(uri if "://" in uri else at_home(uri).absolute().as_uri())
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self.client.get_experiment_by_name(name)
         ident = experiment.experiment_id if experiment else self.client.create_experiment(name)

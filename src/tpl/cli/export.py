@@ -14,6 +14,7 @@ from tpl.cli.app import MODELS, app, err, out, print_json
 from tpl.cli.options import DATA, AsJson, Download, Model, TestData, Weights
 from tpl.cli.text import SHOWN, percent, size, warn
 from tpl.errors import TplError
+from tpl.files import at_home
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ def export(
     """
     from tpl.export import check_ready
 
-    file = file.expanduser()
+    file = at_home(file)
     check_ready(file, precision)
     from tpl.export.file import export_onnx
     from tpl.learner import Learner

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tpl.errors import TplError
+from tpl.files import at_home
 from tpl.outline import method_outlines, outline
 
 DATA, TRAINING, OUTPUT, ADVANCED = "Data", "Training", "Output", "Advanced"
@@ -228,7 +229,7 @@ def trackers(texts: list[str] | None) -> list[str]:
     for text in dict.fromkeys(texts or []):
         name, _, where = text.partition(":")
         local = where and name != "wandb" and "://" not in where
-        found.append(f"{name}:{Path(where).expanduser().absolute()}" if local else text)
+        found.append(f"{name}:{at_home(where).absolute()}" if local else text)
     return found
 
 
@@ -252,6 +253,6 @@ def check_folder_of(file: Path) -> None:
 def may_exist(name: str) -> bool:
     """Whether a given path leads somewhere, or to an error that only opening it can tell; stdin may."""
     try:
-        return name == "-" or Path(name).expanduser().exists()
+        return name == "-" or at_home(name).exists()
     except (OSError, ValueError, RuntimeError):  # no permission to look, a NUL inside, no such user
         return True

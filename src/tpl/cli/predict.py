@@ -21,6 +21,7 @@ from tpl.cli.app import MODELS, app, err, importing, out, print_json
 from tpl.cli.options import ADVANCED, OUTPUT, Address, Batch, Device, Model, Strict, Weights, check_folder_of, may_exist
 from tpl.cli.text import percent, round_up, warn
 from tpl.errors import TplError
+from tpl.files import at_home
 from tpl.lines import printable
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _print_absent(model: Path, images: list[str], form: Format, strict: bool) ->
     from tpl.store import ModelStore
 
     ModelStore(model).header()
-    paths = [str(Path(os.path.expanduser(name))) for name in images]
+    paths = [str(at_home(name)) for name in images]
     errors = [f"{path} does not exist: check the path." for path in paths]
     _refuse_errors(errors, strict)
     _write("".join(form.error_lines(paths, errors)))

@@ -24,6 +24,7 @@ from tpl._version import __version__
 from tpl.errors import TplError
 from tpl.export import check_ready
 from tpl.export.graph import AnswerGraph, exportable
+from tpl.files import at_home
 from tpl.learner import Learner
 from tpl.methods.base import UNKNOWN, Answers
 
@@ -87,7 +88,7 @@ def export_onnx(learner: Learner, file: Path | str, precision: str = "fp32") -> 
 
     `fp16` keeps the trunk in half precision; `int8` quantises the trunk's linear layers. Scores stay float64 always.
     """
-    file = Path(file).expanduser()
+    file = at_home(file)
     check_ready(file, precision)
     method = exportable(learner)
     graph = AnswerGraph(method, torch.float16 if precision == "fp16" else torch.float32)

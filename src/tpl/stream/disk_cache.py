@@ -29,7 +29,7 @@ from PIL import __version__ as pillow
 from PIL import features
 
 from tpl.errors import DataError
-from tpl.files import cache_folder
+from tpl.files import at_home, cache_folder
 
 FOLDER, LIMIT = "TPL_IMAGE_CACHE", "TPL_IMAGE_CACHE_GB"
 OFF = "off"
@@ -110,7 +110,7 @@ def image_cache() -> DiskCache | None:
         gigabytes = float(os.environ.get(LIMIT) or DEFAULT_GB)
     except ValueError:
         raise DataError(f"{LIMIT} takes a number of gigabytes; got '{os.environ[LIMIT]}'.") from None
-    return DiskCache(Path(chosen).expanduser() if chosen else cache_folder() / "images", gigabytes * 1e9)
+    return DiskCache(at_home(chosen) if chosen else cache_folder() / "images", gigabytes * 1e9)
 
 
 def key_of(parts: Iterable[bytes]) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
-from tpl.files import read_bounded
+from tpl.files import at_home, read_bounded
 from tpl.stream.decoding import SUFFIXES, decode, size_of, to_rgb
 from tpl.stream.images import ImageSet, Labels, as_labels, in_range
 
@@ -295,9 +295,19 @@ def image_folder(root: Path | str | Sequence[Path | str], name: str = "folder", 
     return Source(name, _files(classes, list(classes)), test, tuple(classes), tuple(skipped))
 
 
+def place_of(path: Path | str) -> Path:
+    """The path of a data set, with `~` for the home folder; an error if the system cannot even look it up."""
+    place = at_home(path)
+    try:
+        place.exists()
+    except (OSError, ValueError) as error:  # a name too long, no permission to look, a NUL inside
+        raise DataError(f"{place} cannot be looked up: {getattr(error, 'strerror', None) or error}.") from error
+    return place
+
+
 def open_tree(root: Path | str) -> Tree:
     """The tree under a folder or zip; a folder of train*.zip and test*.zip reads as one tree with both parts."""
-    root = Path(root).expanduser()
+    root = place_of(root)
     tree = read_tree(root)
     if root.is_file() or _top_folders(tree):
         return tree

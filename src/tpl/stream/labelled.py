@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tpl.errors import DataError
+from tpl.files import at_home
 from tpl.names import close_to
 from tpl.stream.folders import (
     FileImages,
@@ -22,6 +23,7 @@ from tpl.stream.folders import (
     image_folder,
     is_image_name,
     open_tree,
+    place_of,
     unread_files,
     without_wrappers,
 )
@@ -94,7 +96,7 @@ def labelled_images(
         return _part(source, source.name, testing)
     if place is None:
         raise DataError("name a folder of class folders, a zip of them, or a CSV of path,label (or use --data NAME).")
-    place = place.expanduser()
+    place = place_of(place)
     if place.is_file() and not _is_zip(place):
         return _from_csv(place)
     tree = without_wrappers(open_tree(place))
@@ -172,7 +174,7 @@ def _take(
     name, label = (row[column].strip() for column in columns)
     if not name or not label:
         return "no path" if not name else "no label"
-    path = file.parent / Path(name).expanduser()
+    path = file.parent / at_home(name)
     try:
         if not path.is_file():
             return f"there is no file {path}"

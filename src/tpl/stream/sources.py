@@ -27,6 +27,7 @@ from tpl.stream.folders import (
     image_folder,
     is_image_name,
     open_tree,
+    place_of,
     read_bytes,
     without_wrappers,
 )
@@ -62,7 +63,7 @@ def load_source(name: str, root: Path | None = None, download: bool = False) -> 
     }
     if name not in loaders:
         raise DataError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
-    place = Path(root).expanduser() if root is not None else None
+    place = place_of(root) if root is not None else None
     return reused((name, place, download), place or download_root(), lambda: loaders[name](place, download))
 
 

@@ -12,6 +12,7 @@ from typing import overload
 import numpy as np
 
 from tpl.errors import DataError, TplError
+from tpl.files import at_home
 from tpl.stream.images import GuardedImages, ImageSet, TrainingAccess, concatenate, relabelled
 
 ENOUGH_TO_HOLD_OUT = 5  # images of a class; one with fewer needs them all for training
@@ -247,7 +248,7 @@ def class_order(spec: str | int, dataset: str, n: int) -> list[int]:
         return [int(number) for number in np.random.default_rng(_seed(key)).permutation(n)]
     if not kind.lower().endswith(".json"):
         raise DataError(f"class order {text!r} is not understood: give {_ORDER_FORMS}.")
-    return _from_file(Path(kind).expanduser(), key, dataset, n)
+    return _from_file(at_home(kind), key, dataset, n)
 
 
 def check_order(spec: str) -> None:
@@ -257,7 +258,7 @@ def check_order(spec: str) -> None:
         _seed(key)
     elif not kind.lower().endswith(".json"):
         class_order(spec, "", 1)
-    elif not Path(kind).expanduser().is_file():
+    elif not at_home(kind).is_file():
         raise DataError(f"there is no class-order file {kind}: check the path.")
 
 

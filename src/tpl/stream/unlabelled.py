@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
+from tpl.files import at_home
 from tpl.stream.decoding import decode
 from tpl.stream.folders import Archive, Entry, ZipMember, is_hidden, is_image_name, read_bytes
 from tpl.stream.images import ImageSet, Labels, WrappedImages, as_labels
@@ -82,7 +83,7 @@ def _as_path(raw: bytes) -> str:
 
 
 def _images_at(name: str) -> Iterator[Found]:
-    path = Path(os.path.expanduser(name))  # pathlib raises an error for an unknown user
+    path = at_home(name)
     try:
         if path.is_dir():
             yield from _images_in_folder(path)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tpl.errors import TplError
+from tpl.files import at_home
 
 if TYPE_CHECKING:
     from tpl.bench.spec import RunSpec
@@ -53,7 +54,7 @@ class Job:
         """The job of making a run in a directory. Its paths hold whatever the current folder of a worker is."""
         content = dataclasses.asdict(spec)
         for name in _PATHS:
-            content[name] = None if content[name] is None else str(content[name].expanduser().absolute())
+            content[name] = None if content[name] is None else str(at_home(content[name]).absolute())
         return cls(place.name, str(place.absolute()), content, list(track))
 
     def run_spec(self) -> RunSpec:

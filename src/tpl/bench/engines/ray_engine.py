@@ -56,6 +56,7 @@ from tpl.cluster import (
     use_threads,
 )
 from tpl.errors import TplError
+from tpl.files import at_home
 from tpl.store import ModelStore
 
 ARRIVED, FILES = "arrived", "files"  # messages of a worker to its engine, beside the events of a run
@@ -411,7 +412,7 @@ def _missing(job: Job, settings: WorkerSettings) -> str | None:
     if file.lower().endswith(".json"):
         wanted["order"] = file
     for name, path in wanted.items():
-        if not Path(path).expanduser().exists() and not (name == "data" and job.spec["download"]):
+        if not at_home(path).exists() and not (name == "data" and job.spec["download"]):
             return (
                 f"{name} = {path} is not on {here}: put it at the same place on every machine of the cluster, "
                 "or on a file system that all of them see."
