@@ -193,3 +193,11 @@ def test_a_share_of_known_images_may_be_rejected(client: TestClient, learner: Le
     assert [answer["class"] is None for answer in answers] == expected
     for wrong in ("0", "1", "x"):
         assert client.post(f"/predict?reject={wrong}", files=files[:1]).status_code == 422
+
+
+@pytest.mark.parametrize("name", ["top", "tasks", "examples"])
+def test_an_option_of_the_address_is_refused_in_the_form(client: TestClient, name: str) -> None:
+    files = [("files", ("a.png", digit(0, 40)))]
+    answer = client.post("/predict", files=files, data={name: "1"})
+    assert answer.status_code == 422 and f"/predict?{name}=1" in answer.json()["error"]
+    assert client.post(f"/predict?{name}=1", files=files, data={"comment": "1"}).status_code == 200

@@ -18,14 +18,23 @@ from torch import Tensor, nn
 EPSILON = 1e-6  # of layer norms
 
 
+class Linear(nn.Linear):
+    """torch's, which takes its time to draw random weights even where there is no memory for them."""
+
+    def reset_parameters(self) -> None:
+        """Draw random weights, unless stored ones will take their place."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.num_heads = heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+        self.qkv = Linear(dim, 3 * dim)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention of all tokens `[n, tokens, dim]` to all tokens."""
@@ -40,9 +49,9 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
+        self.fc1 = Linear(dim, hidden)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc2 = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same for every token."""

@@ -127,6 +127,8 @@ def _add_predict(app: FastAPI, server: Server) -> None:
             uploads = files_of(form)
             if not uploads:
                 raise Refusal(422, "There is no file in the form; send one with: curl -F files=@IMAGE")
+            if misplaced := [name for name in ("top", "tasks", "examples") if text_of(form, name) is not None]:
+                raise Refusal(422, f"{misplaced[0]} belongs in the address, not in the form: /predict?{misplaced[0]}=1")
             model = server.model.current
             if not model.task_of_class:
                 raise Refusal(409, "Nothing was learned yet: send a task first.")

@@ -33,7 +33,7 @@ RANDOM_FEATURES = 1024  # unless the option says otherwise: equal for all models
 STORED = 2000  # feature vectors of all classes together
 # Chosen on sets of photos under several encoders, with 3, 10 and 30 photos a class: docs/photos.md.
 LDA_EXPONENT = 2.0
-KNOWN_WEIGHTS = 2.0, 1.0, 1.0  # of the cosine, the distance and the ridge regression in the unknown score
+KNOWN_WEIGHTS = 1.0, 2.0, 1.0  # of the cosine, the distance and the ridge regression in the unknown score
 SHRUNK_AT_LEAST = 0.0, 0.5, 0.7, 0.85, 1.0  # shares of the identity in the covariance; 1: nearest class mean
 SHARPNESS: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # inverse temperatures
 USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
