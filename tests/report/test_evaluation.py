@@ -18,7 +18,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def report_of(right: int, images: int, **more: Any) -> dict[str, Any]:
-    unknown = {"images": 0, "classes": [], "auroc": None, "reject": 0.05, "known_rejected": None, "unknown_rejected": 0}
+    unknown = {"images": 0, "classes": [], "auroc": None, "reject": 0.05, "rejected": {"known": None, "unknown": None}}
     row = {"images": images, "right": right, "accuracy": right / images}
     found = {"model": "model", "source": "test", "accuracy": right / images, "right": right, "images": images}
     found |= {"interval": (0.5, 0.9), "classes": {HOSTILE: row}, "confusion": {HOSTILE: {HOSTILE: right}}}
@@ -45,10 +45,12 @@ def test_sections_without_content_are_left_out_and_names_are_text(tmp_path: Path
     assert headings(file) == ["Classes"]
     picture = small_picture(Image.new("RGB", (400, 300)))
     wrong = [Wrong(f"{HOSTILE}.jpg", HOSTILE, "cat", 0.8, picture)]
-    unknown = report_of(3, 3)["unknown"] | {"images": 2, "classes": [HOSTILE], "auroc": 0.9}
+    rejected = {"known": {"count": 1, "images": 30, "share": 1 / 30}, "unknown": {"count": 2, "images": 2, "share": 1}}
+    unknown = report_of(3, 3)["unknown"] | {"images": 2, "classes": [HOSTILE], "auroc": 0.9, "rejected": rejected}
     write_evaluation(report_of(29, 30, unknown=unknown), [0.9] * 30, [True] * 29 + [False], wrong, file)
     assert headings(file) == ["Classes", "Wrong names", "Calibration", "Unknown images"]
     text = file.read_text(encoding="utf-8")
+    assert "2 of these 2 are rejected (100" in text and "1 of 30 known ones (3.3" in text
     assert HOSTILE not in text and "&lt;script&gt;" in text and "http" not in text.replace("http://www.w3.org/", "")
 
 
