@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--product",
         nargs="+",
-        default=["--preset quick", "--preset balanced", "--preset best --adapted-blocks 3"],
+        default=["--preset quick", "--preset balanced --time 2m", "--preset best --adapted-blocks 3"],
         metavar="OPTIONS",
         help="options of the first `tpl learn`, a row for each",
     )

@@ -81,7 +81,7 @@ def write_pictures(folder: Path, images: int) -> None:
 def record(folder: Path, images: int) -> list[Step]:
     """Run the commands one after the other."""
     write_pictures(folder, images)
-    environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TPL_OFFLINE": "1"}
     steps = []
     for command in COMMANDS:
         program, *words = command.split()

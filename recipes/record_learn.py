@@ -35,7 +35,7 @@ def make_photos(place: Path) -> None:
 
 def printed(line: str, place: Path) -> str:
     """What a command of the page prints on standard output."""
-    environment = os.environ | {"COLUMNS": WIDTH, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
+    environment = os.environ | {"COLUMNS": WIDTH, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "TPL_OFFLINE": "1"}
     command = [sys.executable, "-m", *shlex.split(line)]
     done = subprocess.run(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -13,6 +13,7 @@ import small_encoder  # noqa: F401 (timm knows it from now on)
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
+os.environ["TPL_OFFLINE"] = "1"  # nothing is fetched by default, network or not
 os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that a test starts: there is a worker a core

@@ -37,8 +37,9 @@ from tpl.methods import Method, find_method, learn_together
 from tpl.methods.base import UNKNOWN, LeftOut, task_of_class
 from tpl.methods.merge import merge
 from tpl.migrate import current_options
-from tpl.nets import EncoderError, create_encoder
+from tpl.nets import Encoder, EncoderError, create_encoder
 from tpl.nets.compact import NAME as COMPACT
+from tpl.nets.weights import encoder_from_row, weights_in_a_row
 from tpl.store import WAITING, ModelStore, State, StoreError
 from tpl.stream import ImageSet, MixedImages, Task, class_counts, hold_out, image_folder, relabelled
 from tpl.versions import about_version, kept_by
@@ -47,6 +48,7 @@ from tpl.waiting import TASK_CLASSES, TASK_IMAGES, Waiting
 __all__ = ["Answer", "Images", "Learner", "TaskRecord", "load"]
 
 CHUNK = 1024  # images decoded at a time: any number of them needs the same memory
+ENCODER = "encoder.weights"  # a stored tensor: the weights of an encoder that was downloaded
 DOWNLOAD = "TPL_DOWNLOAD"  # environment variable: with 1, loading a model may fetch its encoder's weights
 MAX_SOURCE = 5000  # characters that are kept of where a task's images came from
 MAX_NAME = 1000  # characters of a class or a task
@@ -67,7 +69,7 @@ class Learner:
     def __init__(
         self,
         method: str = "tpl",
-        encoder: str = COMPACT,
+        encoder: str | Encoder = COMPACT,
         weights: Path | str | None = None,
         device: str = "auto",
         precision: str = "auto",
@@ -79,7 +81,9 @@ class Learner:
         found = find_method(method)
         config = found.config_class.parse(options)
         compute = choose_compute(device, precision, compile)
-        self.method: Method = found(create_encoder(encoder, weights, download), config, compute, seed)
+        network = create_encoder(encoder, weights, download) if isinstance(encoder, str) else encoder
+        self.method: Method = found(network, config, compute, seed)
+        self.keeps_encoder = True  # whether `save` stores the weights of an encoder that was downloaded
         self.outcome_: dict[str, str] = {}  # what the last `learn` or `update` did to each of its classes
         self.waiting_ = Waiting(self.method)  # images that `observe` has taken, and that are not learned yet
         self.effect_: Effect | None = None  # what was learned last did to older classes; None if not measured
@@ -527,11 +531,17 @@ class Learner:
             header = self._header()
             keep = kept_by(old) if versions is None else versions
             header |= about_version(old, header, keep)
-            store.commit(header, self.method.state(), memory, keep=0 if self._erases else keep)
+            store.commit(header, self.state(), memory, keep=0 if self._erases else keep)
             self._erases = False
             self._origin = store.path.resolve(), int(store.header()["commits"])
             if self.waiting_.images or (store.path / WAITING).exists():
                 store.write_waiting(self.waiting_.state())
+
+    def state(self) -> State:
+        """What the method has learned, with the weights of an encoder that could not be had without a network."""
+        state = self.method.state()
+        row = weights_in_a_row(self.method.encoder) if self.keeps_encoder else None
+        return state if row is None else State(state.shared | {ENCODER: row}, state.tasks)
 
     @classmethod
     @contextmanager
@@ -564,7 +574,9 @@ class Learner:
         store = ModelStore(path)
         header, state, memory = store.read(version)
         try:
-            learner = cls._from_header(header, weights, device, precision, compile)
+            row = state.shared.pop(ENCODER, None)
+            learner = cls._from_header(header, row if weights is None else None, weights, device, precision, compile)
+            learner.keeps_encoder = row is not None
             learner._restore(header, state, memory)
             if version is None and (waiting := store.read_waiting()):
                 learner.waiting_.load_state(waiting, learner._images_of())
@@ -581,9 +593,15 @@ class Learner:
 
     @classmethod
     def _from_header(
-        cls, header: dict[str, Any], weights: Path | str | None, device: str, precision: str, compile: str
+        cls,
+        header: dict[str, Any],
+        row: Tensor | None,
+        weights: Path | str | None,
+        device: str,
+        precision: str,
+        compile: str,
     ) -> Self:
-        """The untrained learner of a stored model, on the weights that the model was learned on."""
+        """The untrained learner of a stored model, on the weights that it was learned on: those in `row`, if any."""
         method, encoder = header["method"], header["encoder"]
         remembered = encoder["weights"] if weights is None else None
         if remembered is not None and Path(remembered).is_file() and sha256_of(Path(remembered)) != encoder["sha256"]:
@@ -591,7 +609,7 @@ class Learner:
         options = current_options(method, header["options"])
         learner = cls(
             method,
-            encoder["name"],
+            encoder["name"] if row is None else encoder_from_row(encoder["name"], row),
             weights or remembered,
             device,
             precision,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from commands import ask, call, refusal
 from pictures import photos
 from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, fitting_encoders, shorter_side
 from tpl.errors import TplError
-from tpl.nets.weights import PACKAGED, can_be_had
+from tpl.nets.weights import PACKAGED, EncoderError, can_be_had, hub_answers
 from tpl.stream import ImageSet, MixedImages, labelled_images
 
 TINY = "vit_tiny_patch16_224"
@@ -164,6 +166,59 @@ def test_a_better_encoder_is_fetched_if_asked_for_and_there_is_a_network(
     offline = choose_encoder(None, None, large, download=True)
     assert offline.name == "photos" and describe_encoder(offline, "photos", 128)["better"] is None
     assert "cannot be had without a network: photos" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_better_encoder_is_fetched_by_default_if_the_hub_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small").mkdir()
+    large, small = pictures(tmp_path, 300), pictures(tmp_path / "small", 40)
+    monkeypatch.setattr("tpl.nets.weights.hub_answers", lambda: True)
+    assert choose_encoder(None, None, large, download=None).name == "photos"  # TPL_OFFLINE=1 in all tests
+    monkeypatch.delenv("TPL_OFFLINE")
+    chosen = choose_encoder(None, None, large, download=None)
+    assert chosen.name == TINY and chosen.unasked and "--no-download: photos" in chosen.reason
+    assert choose_encoder(None, None, small, download=None).name == "compact"
+    assert choose_encoder(None, None, large, download=False).name == "photos"
+    assert choose_encoder("compact", None, large, download=None).name == "compact"
+    monkeypatch.setattr("tpl.nets.weights.hub_answers", lambda: False)
+    assert choose_encoder(None, None, large, download=None).name == "photos"
+
+
+def test_a_fetch_that_nobody_asked_for_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, *given: object, **options: object) -> None:
+        raise EncoderError(f"The weights of '{name}' cannot be had.")
+
+    monkeypatch.delenv("TPL_OFFLINE")
+    monkeypatch.setattr("tpl.nets.weights.hub_answers", lambda: True)
+    monkeypatch.setattr("tpl.nets.weights.download_of", lambda name: None)
+    monkeypatch.setattr("tpl.nets.weights.can_be_had", lambda name: True)
+    monkeypatch.setattr("tpl.nets.weights._create", fail)
+    data = photos(tmp_path / "photos", ["cat", "dog"], count=2)
+    for file in data.rglob("*.png"):
+        Image.open(file).resize((96, 96)).save(file)
+    done = call("learn", tmp_path / "model", data, "--preset", "quick")
+    assert "cannot be had" in " ".join(done.stderr.split()) and "photos at 128 pixels" in done.stdout
+
+
+def test_a_hub_answers_at_once_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *given: object) -> None: ...
+
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("tpl.nets.weights._AT_ONCE", 1.0)
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.handle_request, daemon=True).start()
+        assert hub_answers()
+        assert not hub_answers()  # it takes the request, and is silent
+    assert not hub_answers()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert not hub_answers()
 
 
 @pytest.fixture

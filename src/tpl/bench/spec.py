@@ -112,7 +112,7 @@ class RunSpec:
 
     def learner(self) -> Learner:
         """A new learner that has learned nothing yet."""
-        return Learner(
+        learner = Learner(
             self.method,
             self.encoder,
             self.weights,
@@ -122,6 +122,8 @@ class RunSpec:
             self.compile,
             **self.all_options(),
         )
+        learner.keeps_encoder = False  # a run is read where it was made
+        return learner
 
     def directory_name(self) -> str:
         """A directory name that depends on all settings except the paths of data and weights."""

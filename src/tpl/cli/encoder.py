@@ -1,11 +1,12 @@
 """Which encoder a command means: the one asked for, the one that a weight file fits, or the one that suits the images.
 
-The default is an encoder in the package, so nothing is downloaded unasked: a model does not depend on whether there was
-a network when it was made.
+A new model of photos has the better of two: if there is a network, one that is fetched, else one in the package. The
+command says which, and the model keeps the weights (`Learner.save`), so that it needs no network later.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ FAMILIES = ("vit_*", "deit_*")  # of timm, which adapters can be put into
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 SMALL_SIDE = 48  # pixels of a shorter side up to which images count as small
 LOOKED_AT = 50  # images whose sizes are read
+OFFLINE = "TPL_OFFLINE"  # environment variable: with 1, no encoder is fetched by default
 LINE = 20e6 / 8  # bytes a second, of the connection that a download's time is told for
 
 
@@ -34,6 +36,7 @@ class EncoderChoice(NamedTuple):
     reason: str
     side: int  # median of the images' shorter sides, in pixels
     offline: bool = False  # whether a better one was asked for and could not be had
+    unasked: bool = False  # whether it is fetched by default: if that fails, the one in the package will do
 
 
 class Better(NamedTuple):
@@ -52,10 +55,15 @@ BETTER = {
 }
 
 
-def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet, download: bool = False) -> EncoderChoice:
+FOR_PHOTOS = (PHOTOS, BETTER[PHOTOS].encoder)  # what `choose_encoder` takes for photos
+
+
+def choose_encoder(
+    asked: str | None, weights: Path | None, images: ImageSet, download: bool | None = False
+) -> EncoderChoice:
     """The encoder asked for, or the one in the package that fits the weight file, or else the images.
 
-    With `download`, photos are seen with a better one, if it can be had.
+    With `download`, photos are seen with a better one, if it can be had; with None, if it can be had at once.
     """
     side = shorter_side(images)
     if asked is not None:
@@ -65,14 +73,27 @@ def choose_encoder(asked: str | None, weights: Path | None, images: ImageSet, do
     reason = f"the images' shorter sides have {side} pixels (median)"
     if side <= SMALL_SIDE:
         return EncoderChoice(COMPACT, reason, side)
+    better, price = BETTER[PHOTOS].encoder, BETTER[PHOTOS].times_slower
     if download:
         from tpl.nets.weights import can_be_had
 
-        better = BETTER[PHOTOS].encoder
         if can_be_had(better):
             return EncoderChoice(better, f"{reason}, and --download was given", side)
         warn(f"the weights of {better} cannot be had without a network: {PHOTOS}, which is in the package, is used.")
-    return EncoderChoice(PHOTOS, reason, side, offline=download)
+    elif download is None and os.environ.get(OFFLINE) != "1":
+        from tpl.nets.weights import hub_answers
+
+        if hub_answers():
+            return EncoderChoice(
+                better, f"{reason} (--no-download: {PHOTOS}, about {price} times faster)", side, unasked=True
+            )
+    return EncoderChoice(PHOTOS, reason, side, offline=bool(download))
+
+
+def in_package(choice: EncoderChoice, error: TplError) -> EncoderChoice:
+    """What to take if an encoder that nobody asked for cannot be fetched after all."""
+    warn(f"{error} {PHOTOS}, which is in the package, is used.")
+    return choice._replace(name=PHOTOS, reason=choice.reason.partition(" (--no-download")[0], unasked=False)
 
 
 def shorter_side(images: ImageSet) -> int:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
-from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, encoder_text
+from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, encoder_text, in_package
 from tpl.cli.options import DATA, TRAINING, AsJson, Device, Encoder, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
     BALANCED,
@@ -83,14 +83,15 @@ def learn(
         ),
     ] = None,
     download: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--download",
-            help="Fetch the data set of --data if it is missing; for a new model of photos, a better encoder than the "
-            "one in the package (22 MB, about 3 times slower).",
+            "--download/--no-download",
+            help="--download: fetch the data set of --data if it is missing. --no-download: for a new model of photos, "
+            "take the encoder in the package, where by default a better one is fetched if there is a network (22 MB "
+            "once, about 3 times slower).",
             rich_help_panel=DATA,
         ),
-    ] = False,
+    ] = None,
     classes: Annotated[
         str | None, typer.Option(help="Only these classes, separated by commas.", rich_help_panel=DATA)
     ] = None,
@@ -199,7 +200,7 @@ def learn(
 
     `tpl learn model photos/ --time 10m`
 
-    `tpl learn model photos/ --download`
+    `tpl learn model photos/ --no-download`
 
     `tpl learn model tomorrow.zip --name birds`
 
@@ -238,7 +239,7 @@ def learn(
     )
     store = ModelStore(model)
     known = request.check_model(store)
-    given = labelled_images(place, data, download)
+    given = labelled_images(place, data, bool(download))
     if classes is not None:
         given = given.only(separate(classes))
     request.check_classes(given, known, model)
@@ -385,7 +386,13 @@ def _learner(store: ModelStore, given: Labelled, request: Request) -> tuple[Lear
     choice = (
         None if store.exists() else choose_encoder(request.encoder, request.weights, given.images, request.download)
     )
-    learner = _stored(store, request) if choice is None else _new(choice.name, request)
+    try:
+        learner = _stored(store, request) if choice is None else _new(choice.name, request)
+    except TplError as error:
+        if choice is None or not choice.unasked:
+            raise
+        choice = in_package(choice, error)
+        learner = _new(choice.name, request)
     encoder = learner.method.encoder
     return learner, describe_encoder(choice, encoder.name, encoder.data_config["input_size"][-1])
 

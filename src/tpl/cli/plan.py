@@ -17,10 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpl.cli.app import out
-from tpl.cli.encoder import encoder_text
+from tpl.cli.encoder import FOR_PHOTOS, encoder_text
 from tpl.cli.text import listed, size
 from tpl.errors import TplError
-from tpl.pretraining import PHOTOS
 
 if TYPE_CHECKING:
     from tpl.engine import Event
@@ -130,7 +129,7 @@ class Request:
     strict: bool
     preset: str | None = None
     limit: float | None = None  # seconds
-    download: bool = False
+    download: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
@@ -349,7 +348,7 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
     In full, if that fits. If not, a new model gets the shortest schedule, and adapters in as many of the encoder's last
     blocks as fit: all, a half or a quarter. (With ten photos a class, more epochs brought nothing: docs/photos.md.) If
     a quarter is still too much, it does without task models. A model that has task models keeps its blocks and gets
-    fewer epochs. With few photos and the encoder for photos, which they did not help, they must be asked for.
+    fewer epochs. With few photos and an encoder for photos, which they did not help, they must be asked for.
     """
     from tpl.methods.bank.method import BankMethod
     from tpl.nets import as_vit
@@ -357,7 +356,7 @@ def choose_training(learner: Learner, given: Labelled, train: int, epochs: int, 
 
     method, new = learner.method, not learner.classes_
     assert isinstance(method, BankMethod)
-    if new and asked is None and method.encoder.name == PHOTOS and train < MANY_IMAGES:
+    if new and asked is None and method.encoder.name in FOR_PHOTOS and train < MANY_IMAGES:
         reason = "task models gain nothing with this encoder and few images; --preset best trains them"
         return Choice(BALANCED, CLOSED_FORM, reason)
     limit = asked or usual_limit(train)
@@ -501,7 +500,7 @@ def estimate(learner: Learner, given: Labelled, train: int, epochs: int) -> Esti
 
 def _size(learner: Learner, memory: bool) -> int:
     """Bytes of what was learned: the memory's images under the tasks' models, or everything else."""
-    state = learner.method.state()
+    state = learner.state()
     tensors = [pair for part in (state.shared, *state.tasks) for pair in part.items()]
     return sum(t.numel() * t.element_size() for name, t in tensors if name.startswith("memory.") == memory)
 

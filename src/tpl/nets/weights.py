@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 from argparse import Namespace
 from collections.abc import Callable
+from http.client import HTTPException
 from importlib.resources import as_file
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlparse
-from urllib.request import getproxies
+from urllib.request import Request, getproxies, urlopen
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +46,7 @@ ENCODERS: dict[str, str] = {
 }
 
 
+_AT_ONCE = 2.0  # seconds in which it must answer if nobody has asked for it
 _PATIENCE = 5.0  # seconds in which a hub should answer
 _ARCHITECTURES = {DEIT_611: "deit_small_patch16_224"}  # names that are not timm's, over a network that is
 
@@ -59,6 +63,9 @@ PACKAGED: dict[str, Packaged] = {
     compact.NAME: Packaged(compact.create_compact, compact.DATA_CONFIG, compact.WEIGHTS),
     photos.NAME: Packaged(photos.create_photos, photos.DATA_CONFIG, photos.WEIGHTS),
 }
+
+
+MOST_KEPT = 100e6  # bytes of weights that a model keeps beside what it has learned
 
 
 class EncoderError(TplError):
@@ -135,6 +142,28 @@ def can_be_had(name: str) -> bool:
         socket.create_connection((hub.hostname, hub.port or 443), timeout=_PATIENCE).close()
         return True
     except OSError:
+        return False
+
+
+def hub_answers() -> bool:
+    """Whether the hub that timm gets its weights from can be reached at once, and the user has not forbidden it."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    found: SimpleQueue[bool] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=_AT_ONCE):
+                found.put(True)
+        except (OSError, HTTPException, ValueError):  # no network, a proxy that says no, an address that is none
+            found.put(False)
+
+    Thread(target=ask, daemon=True).start()  # a name may take longer to look up than any time limit
+    try:
+        return found.get(timeout=_AT_ONCE)
+    except Empty:
         return False
 
 
@@ -276,6 +305,41 @@ def _from_file(
         )
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).")
     return ViTEncoder(model, name, sha256_of(file), data_config, weights=remembered)
+
+
+def weights_in_a_row(encoder: Encoder) -> Tensor | None:
+    """All weights of a network that was downloaded, float32 `[n]`; None for any other, and for a large one.
+
+    A model that keeps them needs no network on the next machine.
+    """
+    if not isinstance(encoder, ViTEncoder) or encoder.name in PACKAGED or encoder.weights is not None:
+        return None
+    parts = list(encoder.vit.state_dict().values())
+    if any(part.dtype != torch.float32 for part in parts) or sum(part.nbytes for part in parts) > MOST_KEPT:
+        return None
+    return torch.cat([part.detach().flatten().cpu() for part in parts])
+
+
+def encoder_from_row(name: str, row: Tensor) -> Encoder:
+    """The encoder whose `weights_in_a_row` these are."""
+    check_encoder_name(name)
+    wrong = EncoderError(f"What is stored as the weights of '{name}' does not fit that network.")
+    shapes = network_shapes(name)  # counted before memory is taken
+    if row.dtype != torch.float32 or row.dim() != 1 or (shapes is not None and _numbers(shapes) != len(row)):
+        raise wrong
+    model = _create(name, pretrained=False)
+    if _numbers(model) != len(row):
+        raise wrong
+    state = model.state_dict()
+    parts = row.split([part.numel() for part in state.values()])
+    model.load_state_dict(
+        {key: part.view(state[key].shape).clone() for key, part in zip(state, parts, strict=True)}, assign=True
+    )
+    return ViTEncoder(model, name, hash_tensors(model.state_dict()), _data_config(model), weights=None)
+
+
+def _numbers(network: VisionTransformer) -> int:
+    return sum(part.numel() for part in network.state_dict().values())
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
