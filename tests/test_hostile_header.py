@@ -28,6 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_stream: Stream) -> Path
     learner = Learner("tpl", SMALL_VIT, device="cpu", latent=4, epochs=1, memory=8)
     for task in small_stream[:2]:
         learner.learn(task)
+    learner.keeps_encoder = False  # its name alone says which network to make
     learner.save(path)
     return path
 

@@ -75,6 +75,18 @@ def test_encoders_of_the_package_and_large_ones_are_not_kept(monkeypatch: pytest
     assert weights_in_a_row(encoder) is None
 
 
+@pytest.mark.parametrize("name", ["resnet18:99999999", "vit_7b_patch16_dinov3", "compact", "no such network"])
+def test_another_network_than_the_weights_is_refused_before_it_is_made(name: str) -> None:
+    with pytest.raises(EncoderError, match="does not fit that network|no encoder"):
+        encoder_from_row(name, torch.zeros(10))
+
+
+def test_a_network_that_no_name_brings_back_is_not_kept() -> None:
+    encoder = create_encoder(SMALL_VIT)
+    encoder.name = "my own"
+    assert weights_in_a_row(encoder) is None
+
+
 @pytest.mark.parametrize("change", ["shorter", "longer", "half", "square", "other"])
 def test_weights_that_do_not_fit_are_refused(model: Path, change: str) -> None:
     store = ModelStore(model)

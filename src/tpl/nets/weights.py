@@ -314,6 +314,10 @@ def weights_in_a_row(encoder: Encoder) -> Tensor | None:
     """
     if not isinstance(encoder, ViTEncoder) or encoder.name in PACKAGED or encoder.weights is not None:
         return None
+    try:
+        check_encoder_name(encoder.name)
+    except EncoderError:  # a network of somebody's own, which a name does not bring back
+        return None
     parts = list(encoder.vit.state_dict().values())
     if any(part.dtype != torch.float32 for part in parts) or sum(part.nbytes for part in parts) > MOST_KEPT:
         return None
@@ -322,8 +326,10 @@ def weights_in_a_row(encoder: Encoder) -> Tensor | None:
 
 def encoder_from_row(name: str, row: Tensor) -> Encoder:
     """The encoder whose `weights_in_a_row` these are."""
-    check_encoder_name(name)
     wrong = EncoderError(f"What is stored as the weights of '{name}' does not fit that network.")
+    if name in PACKAGED or resnet.is_resnet(name):  # never stored
+        raise wrong
+    check_encoder_name(name)
     shapes = network_shapes(name)  # counted before memory is taken
     if row.dtype != torch.float32 or row.dim() != 1 or (shapes is not None and _numbers(shapes) != len(row)):
         raise wrong
