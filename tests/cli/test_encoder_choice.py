@@ -175,6 +175,8 @@ def test_a_better_encoder_is_fetched_by_default_if_the_hub_answers(
     large, small = pictures(tmp_path, 300), pictures(tmp_path / "small", 40)
     monkeypatch.setattr("tpl.nets.weights.hub_answers", lambda: True)
     assert choose_encoder(None, None, large, download=None).name == "photos"  # TPL_OFFLINE=1 in all tests
+    monkeypatch.setenv("TPL_OFFLINE", "true")
+    assert choose_encoder(None, None, large, download=None).name == "photos"
     monkeypatch.delenv("TPL_OFFLINE")
     chosen = choose_encoder(None, None, large, download=None)
     assert chosen.name == TINY and chosen.unasked and "--no-download: photos" in chosen.reason

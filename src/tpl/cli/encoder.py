@@ -25,7 +25,7 @@ FAMILIES = ("vit_*", "deit_*")  # of timm, which adapters can be put into
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 SMALL_SIDE = 48  # pixels of a shorter side up to which images count as small
 LOOKED_AT = 50  # images whose sizes are read
-OFFLINE = "TPL_OFFLINE"  # environment variable: with 1, no encoder is fetched by default
+OFFLINE = "TPL_OFFLINE"  # environment variable: with 1, or anything but 0, no encoder is fetched by default
 LINE = 20e6 / 8  # bytes a second, of the connection that a download's time is told for
 
 
@@ -80,7 +80,7 @@ def choose_encoder(
         if can_be_had(better):
             return EncoderChoice(better, f"{reason}, and --download was given", side)
         warn(f"the weights of {better} cannot be had without a network: {PHOTOS}, which is in the package, is used.")
-    elif download is None and os.environ.get(OFFLINE) != "1":
+    elif download is None and os.environ.get(OFFLINE, "") in ("", "0"):
         from tpl.nets.weights import hub_answers
 
         if hub_answers():

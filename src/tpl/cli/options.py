@@ -254,5 +254,5 @@ def may_exist(name: str) -> bool:
     """Whether a given path leads somewhere, or to an error that only opening it can tell; stdin may."""
     try:
         return name == "-" or at_home(name).exists()
-    except (OSError, ValueError, RuntimeError):  # no permission to look, a NUL inside, no such user
+    except (OSError, ValueError):  # no permission to look, a name too long, a NUL inside
         return True

@@ -254,7 +254,7 @@ def _refuse_small_file(name: str, file: Path) -> None:
     if not file.is_file():
         raise EncoderError(f"There is no weight file {file}.")
     network = network_shapes(name)
-    count = 0 if network is None else sum(p.numel() for p in network.parameters())
+    count = 0 if network is None else _numbers(network)
     if file.stat().st_size < count:
         raise EncoderError(f"{file} is too small to hold the weights of '{name}' ({count} numbers).")
 
