@@ -195,7 +195,7 @@ def test_a_fetch_that_nobody_asked_for_may_fail(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("tpl.nets.weights.hub_answers", lambda: True)
     monkeypatch.setattr("tpl.nets.weights.download_of", lambda name: None)
     monkeypatch.setattr("tpl.nets.weights.can_be_had", lambda name: True)
-    monkeypatch.setattr("tpl.nets.weights._create", fail)
+    monkeypatch.setattr("tpl.nets.weights._pretrained", fail)
     data = photos(tmp_path / "photos", ["cat", "dog"], count=2)
     for file in data.rglob("*.png"):
         Image.open(file).resize((96, 96)).save(file)

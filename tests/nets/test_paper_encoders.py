@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pictures import photos
 from tpl.bench.run import execute
 from tpl.bench.spec import RunSpec
-from tpl.nets import EncoderError, create_encoder
+from tpl.nets import EncoderError, create_encoder, patch16
 from tpl.nets.weights import read_weights
 
 NAMES = (
@@ -30,18 +30,20 @@ SHRUNKEN = {"embed_dim": 24, "depth": 2, "num_heads": 3}
 
 
 @pytest.fixture
-def shrunken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """timm makes every network narrow and shallow; the names it was asked for."""
-    create, asked = timm.create_model, []
+def _shrunken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every network is narrow and shallow, here and in timm."""
+    create = timm.create_model
 
     def small(name: str, pretrained: bool = False, **options: Any) -> Any:
         assert not pretrained
-        asked.append(name)
         torch.manual_seed(0)
         return create(name, pretrained=False, **options | SHRUNKEN)
 
     monkeypatch.setattr(timm, "create_model", small)
-    return asked
+    for name, network in patch16.PATCH16.items():
+        monkeypatch.setitem(patch16.PATCH16, name, network._replace(dim=SHRUNKEN["embed_dim"]))
+    monkeypatch.setattr(patch16, "DEPTH", SHRUNKEN["depth"])
+    monkeypatch.setattr(patch16, "HEAD", SHRUNKEN["embed_dim"] // SHRUNKEN["num_heads"])
 
 
 def architecture(name: str) -> str:
@@ -66,15 +68,14 @@ def save(file: Path, state: dict[str, torch.Tensor], layout: str) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("_shrunken")
 @pytest.mark.parametrize("layout", ["safetensors", "plain", "training"])
 @pytest.mark.parametrize("name", NAMES)
-def test_features_are_those_of_timm_whatever_the_layout(
-    name: str, layout: str, shrunken: list[str], tmp_path: Path
-) -> None:
+def test_features_are_those_of_timm_whatever_the_layout(name: str, layout: str, tmp_path: Path) -> None:
     state = state_of(name, 611)
     file = save(tmp_path / f"weights.{'safetensors' if layout == 'safetensors' else 'pth'}", state, layout)
     encoder = create_encoder(name, file)
-    assert encoder.name == name and shrunken[-1] == architecture(name)
+    assert encoder.name == name and encoder.dim == SHRUNKEN["embed_dim"]
     reference = timm.create_model(architecture(name), num_classes=0).eval()
     reference.load_state_dict({k: v for k, v in state.items() if not k.startswith("head.")})
     images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -82,7 +83,8 @@ def test_features_are_those_of_timm_whatever_the_layout(
         torch.testing.assert_close(encoder.plain(images), reference(images), rtol=1e-4, atol=1e-4)
 
 
-def test_the_611_classes_run_on_a_benchmark_and_the_run_says_unverified(shrunken: list[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_shrunken")
+def test_the_611_classes_run_on_a_benchmark_and_the_run_says_unverified(tmp_path: Path) -> None:
     photos(tmp_path / "data" / "train", ["ant", "bee", "cat", "dog"], count=3)
     photos(tmp_path / "data" / "test", ["ant", "bee", "cat", "dog"], count=1, seed=1)
     file = save(tmp_path / "best_checkpoint.pth", state_of("deit_small_611", 611), "training")
@@ -97,7 +99,8 @@ def test_without_a_file_the_error_says_where_the_weights_come_from() -> None:
         create_encoder("deit_small_611")
 
 
-def test_another_network_is_refused(shrunken: list[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_shrunken")
+def test_another_network_is_refused(tmp_path: Path) -> None:
     state = state_of("deit_small_611", 611)
     state["blocks.0.norm1.weight"] = torch.zeros(3)
     file = save(tmp_path / "wide.pth", state, "training")

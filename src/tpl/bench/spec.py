@@ -14,7 +14,7 @@ from tpl.engine import choose_compute
 from tpl.errors import TplError
 from tpl.learner import Learner
 from tpl.methods import find_method
-from tpl.nets import check_encoder_name, is_resnet
+from tpl.nets import check_encoder_name, import_compiler_ahead, is_resnet
 from tpl.pretraining import DEIT_611, RESNET, contamination, pretrained_on
 from tpl.stream import Stream
 
@@ -84,7 +84,9 @@ class RunSpec:
             raise TplError(f"held_out takes a share of at least 0 and below 1; got {self.held_out:g}.")
         self.all_options()
         self.check_encoder()
-        choose_compute(self.device, self.precision, self.compile)
+        compute = choose_compute(self.device, self.precision, self.compile)
+        if compute.compiled and not is_resnet(self.encoder):
+            import_compiler_ahead()
 
     def check_encoder(self) -> None:
         """Refuse an unknown encoder; one pre-trained on this benchmark's classes needs to be accepted."""

@@ -26,7 +26,7 @@ from tpl.engine import Callback, Compute, Event, Inference, Samples, no_callback
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.names import refuse_unknown
-from tpl.nets import Encoder, unstacked
+from tpl.nets import Compiled, Encoder, unstacked
 from tpl.store import State
 from tpl.stream import ImageSet, Task
 from tpl.stream.vectors import preprocess_for
@@ -82,7 +82,7 @@ class Method(ABC):
         self.normalise = self.preprocess.normaliser(compute.device, compute.dtype)
         if compute.compiled and (compute.small_too or self.preprocess.height >= WORTH_COMPILING):
             encoder.fuse()
-            self.normalise = torch.compile(self.normalise)
+            self.normalise = Compiled(self.normalise, dynamic=None)
         self.task_classes_: list[tuple[str, ...]] = []
         self.removed_tasks = 0  # tasks that lost all their classes; their seeds are not used again
 

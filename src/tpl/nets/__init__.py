@@ -2,6 +2,7 @@
 
 from tpl.nets.base import Encoder, Trainable, Weights, unstacked
 from tpl.nets.blocks import Adapters, AdapterStack, Part, TransposedTask
+from tpl.nets.compiling import Compiled, import_compiler_ahead
 from tpl.nets.resnet import ResNetEncoder, is_resnet
 from tpl.nets.vit import TransposedTrunk, ViTEncoder, as_vit
 from tpl.nets.weights import ENCODERS, EncoderError, check_encoder_name, create_encoder
@@ -11,6 +12,7 @@ __all__ = [
     "ENCODERS",
     "AdapterStack",
     "Adapters",
+    "Compiled",
     "Encoder",
     "EncoderError",
     "Part",
@@ -24,6 +26,7 @@ __all__ = [
     "as_vit",
     "check_encoder_name",
     "create_encoder",
+    "import_compiler_ahead",
     "is_resnet",
     "unstacked",
 ]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tpl.errors import TplError
 from tpl.nets.base import Encoder, Trainable, Weights
 from tpl.nets.compact import DATA_CONFIG
+from tpl.nets.compiling import Compiled
 from tpl.pretraining import RESNET
 
 NAME = RESNET
@@ -35,7 +36,6 @@ WIDTH = 64
 MAX_WIDTH = 256  # 180 million weights
 EPSILON = 1e-5
 ALIGNED = 8  # channels that a GPU's matrix units take at a time
-SHAPES = 16  # batch sizes that a process may compile the network for
 STAGES = (2, 2, 2, 2)  # blocks; every stage but the first halves the picture and doubles the channels
 
 
@@ -193,7 +193,7 @@ class ResNetEncoder(Encoder):
         self.sha256, self.weights = self.fingerprint, None
         self.data_config = dict(DATA_CONFIG)
         self.dim = self.layout.groups[-1]
-        self.run = network
+        self.run: Callable[..., Tensor] = network
 
     def new_adapters(self, latent: int, generator: torch.Generator | None = None, below: int = 0) -> Kernels:
         """Fresh kernels; there are no adapters, and `latent` is not used."""
@@ -220,8 +220,7 @@ class ResNetEncoder(Encoder):
 
     def fuse(self) -> None:
         """Compile training steps: norm, mask, sum and ReLU can become one kernel; takes a while at every batch size."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.run, self.fused = torch.compile(network, dynamic=False), True
+        self.run, self.fused = Compiled(network), True
 
     @torch.no_grad()
     def reestimated_norms(

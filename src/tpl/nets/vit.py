@@ -37,12 +37,11 @@ from tpl.nets.blocks import (
     run_block,
     run_timm_block,
 )
+from tpl.nets.compiling import Compiled
 from tpl.nets.plain import Block, PatchEmbed, PlainViT, of_timm
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
-
-SHAPES = 64  # batch sizes, times whether gradients flow, that a process may compile the block for
 
 
 class ViTEncoder(Encoder):
@@ -64,7 +63,8 @@ class ViTEncoder(Encoder):
         self.dim = int(vit.embed_dim)
         self.depth = len(vit.blocks)
         self.outer_norms = len(self.norm_layers()) - 2 * self.depth  # behind the last block
-        self.run_block, self.fused = run_timm_block, False
+        self.run_block: Callable[..., Tensor] = run_timm_block
+        self.fused = False
         # Copies in other precisions; in a dict: not part of this module's state.
         self._copies: dict[tuple[torch.dtype, torch.device], VisionTransformer] = {}
         self.fingerprint = hash_tensors(vit.state_dict())  # independent of the file format of the weights
@@ -76,10 +76,7 @@ class ViTEncoder(Encoder):
 
         (Compiling several blocks as one piece takes longer and gains one per cent.)
         """
-        # Each number of networks, with and without replay, has shapes of its own. Beyond the limit torch would go on
-        # uncompiled, at half the speed.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.run_block, self.fused = torch.compile(run_timm_block, dynamic=False), True
+        self.run_block, self.fused = Compiled(run_timm_block), True
 
     def train(self, mode: bool = True) -> Self:
         """The trunk is frozen: it stays in evaluation mode whatever the rest does."""

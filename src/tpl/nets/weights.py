@@ -24,6 +24,7 @@ from tpl.errors import TplError
 from tpl.files import sha256_of
 from tpl.nets import compact, photos, resnet
 from tpl.nets.base import Encoder
+from tpl.nets.patch16 import PATCH16, Patch16
 from tpl.nets.plain import PlainViT
 from tpl.nets.vit import ViTEncoder, check_supported, hash_tensors
 from tpl.pretraining import DEIT_611
@@ -95,25 +96,26 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
     if weights is not None:
         path = Path(weights)
         _refuse_small_file(name, path)
-        model = _create(name, pretrained=False)
-        return _from_file(name, model, _data_config(model), path, remembered=path)
+        model = _without_weights(name)
+        return _from_file(name, model, _data_config(name, model), path, remembered=path)
     if name in _ARCHITECTURES:
         raise EncoderError(
             f"'{name}' cannot be downloaded by this program: get the checkpoint that the public code of MORE links to "
             "(best_checkpoint.pth, a DeiT-S/16 with 611 classes) and pass it with --weights FILE."
         )
-    if download:
-        _refuse_unsuitable(name)
-    if download and not can_be_had(name):
-        raise EncoderError(_not_downloaded(name, "the hub cannot be reached"))
-    try:
-        model = _create(name, pretrained=True, overlay=None if download else _downloaded(name))
-    except EncoderError:
-        raise
-    except Exception as error:
-        raise EncoderError(_not_downloaded(name, type(error).__name__)) from error
-    digest = hash_tensors(model.state_dict())
-    return ViTEncoder(model, name, digest, _data_config(model), weights=None)
+    model = _from_hub_cache(name)
+    if model is None:
+        if download:
+            _refuse_unsuitable(name)
+        if download and not can_be_had(name):
+            raise EncoderError(_not_downloaded(name, "the hub cannot be reached"))
+        try:
+            model = _pretrained(name, overlay=None if download else _downloaded(name))
+        except EncoderError:
+            raise
+        except Exception as error:
+            raise EncoderError(_not_downloaded(name, type(error).__name__)) from error
+    return ViTEncoder(model, name, hash_tensors(model.state_dict()), _data_config(name, model), weights=None)
 
 
 def _not_downloaded(name: str, why: str) -> str:
@@ -182,6 +184,8 @@ def check_encoder_name(name: str) -> None:
 
 def _downloaded(name: str) -> dict[str, Any] | None:
     """Where timm finds the weights that it has downloaded before; None if this network needs no download."""
+    if (file := _in_hub_cache(name)) is not None:
+        return {"file": str(file), "custom_load": False}
     import timm
     from huggingface_hub import try_to_load_from_cache
 
@@ -214,7 +218,7 @@ class Download(NamedTuple):
 
 def download_of(name: str) -> Download | None:
     """What `create_encoder` would download; None if the weights are here already, or are not timm's."""
-    if name in PACKAGED or name in _ARCHITECTURES or resnet.is_resnet(name):
+    if name in PACKAGED or name in _ARCHITECTURES or resnet.is_resnet(name) or _in_hub_cache(name) is not None:
         return None
     import timm
 
@@ -231,7 +235,10 @@ def download_of(name: str) -> Download | None:
 
 
 def network_shapes(name: str) -> Any:
-    """A network of timm without memory for its weights; None for one of somebody's own that cannot be built so."""
+    """A network without memory for its weights; None for one of somebody's own that cannot be built so."""
+    if (plain := _patch16(name)) is not None:
+        with torch.device("meta"):
+            return plain.create()
     import timm
 
     try:
@@ -259,14 +266,47 @@ def _refuse_small_file(name: str, file: Path) -> None:
         raise EncoderError(f"{file} is too small to hold the weights of '{name}' ({count} numbers).")
 
 
-def _create(name: str, pretrained: bool, overlay: dict[str, Any] | None = None) -> VisionTransformer:
+def _patch16(name: str) -> Patch16 | None:
+    """The network, if it is one that needs no timm."""
+    return PATCH16.get(_ARCHITECTURES.get(name, name))
+
+
+def _without_weights(name: str) -> VisionTransformer:
+    """A network for weights that are here."""
+    if _patch16(name) is not None:
+        network: VisionTransformer = network_shapes(name)
+        return network
     import timm
 
-    check_encoder_name(name)
+    return _as_vit(name, timm.create_model(name, num_classes=0))
+
+
+def _pretrained(name: str, overlay: dict[str, Any] | None) -> VisionTransformer:
+    """timm's network with timm's weights, downloaded unless `overlay` says where they are."""
+    import timm
+
     more = {"pretrained_cfg_overlay": overlay} if overlay else {}
-    return _as_vit(
-        name, timm.create_model(_ARCHITECTURES.get(name, name), pretrained=pretrained, num_classes=0, **more)
-    )
+    return _as_vit(name, timm.create_model(name, pretrained=True, num_classes=0, **more))
+
+
+def _from_hub_cache(name: str) -> VisionTransformer | None:
+    """A network whose weights timm has downloaded before, if it needs no timm; None if timm should look for them."""
+    file = _in_hub_cache(name)
+    try:
+        return None if file is None else _loaded(name, _without_weights(name), file)
+    except EncoderError:  # a later timm may store them in another form
+        return None
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The weights that timm has downloaded of a network that needs no timm."""
+    plain = PATCH16.get(name)
+    if plain is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(plain.hub, "model.safetensors")
+    return Path(file) if isinstance(file, str) else None
 
 
 def _as_vit(name: str, network: Any) -> VisionTransformer:
@@ -281,7 +321,9 @@ def _as_vit(name: str, network: Any) -> VisionTransformer:
     return network
 
 
-def _data_config(model: VisionTransformer) -> dict[str, Any]:
+def _data_config(name: str, model: VisionTransformer) -> dict[str, Any]:
+    if (plain := _patch16(name)) is not None:
+        return plain.data_config
     from timm.data import resolve_data_config
 
     config: dict[str, Any] = resolve_data_config(model=model)
@@ -291,6 +333,11 @@ def _data_config(model: VisionTransformer) -> dict[str, Any]:
 def _from_file(
     name: str, model: VisionTransformer, data_config: dict[str, Any], file: Path, remembered: Path | None
 ) -> Encoder:
+    return ViTEncoder(_loaded(name, model, file), name, sha256_of(file), data_config, weights=remembered)
+
+
+def _loaded(name: str, model: VisionTransformer, file: Path) -> VisionTransformer:
+    """The network with the weights of a file, and all of them."""
     state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -304,7 +351,7 @@ def _from_file(
             if keys
         )
         raise EncoderError(f"{file} does not hold the weights of '{name}' ({detail}).")
-    return ViTEncoder(model, name, sha256_of(file), data_config, weights=remembered)
+    return model
 
 
 def weights_in_a_row(encoder: Encoder) -> Tensor | None:
@@ -333,7 +380,7 @@ def encoder_from_row(name: str, row: Tensor) -> Encoder:
     shapes = network_shapes(name)  # counted before memory is taken
     if row.dtype != torch.float32 or row.dim() != 1 or (shapes is not None and _numbers(shapes) != len(row)):
         raise wrong
-    model = _create(name, pretrained=False)
+    model = _without_weights(name)
     if _numbers(model) != len(row):
         raise wrong
     state = model.state_dict()
@@ -341,7 +388,7 @@ def encoder_from_row(name: str, row: Tensor) -> Encoder:
     model.load_state_dict(
         {key: part.view(state[key].shape).clone() for key, part in zip(state, parts, strict=True)}, assign=True
     )
-    return ViTEncoder(model, name, hash_tensors(model.state_dict()), _data_config(model), weights=None)
+    return ViTEncoder(model, name, hash_tensors(model.state_dict()), _data_config(name, model), weights=None)
 
 
 def _numbers(network: VisionTransformer) -> int:

@@ -37,7 +37,7 @@ from tpl.engine import (
 )
 from tpl.methods.bank.bank import Bank, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
-from tpl.nets import as_vit
+from tpl.nets import ViTEncoder
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,9 @@ class BankObjective:
         return losses + self.protection.penalty(mask, self.used)
 
     def _features(self, images: Tensor, norms: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        if self.on_tokens:
-            encoder = as_vit(self.encoder)
-            # On a GPU, kernels for so few rows may round differently from run to run.
-            run = encoder.class_token_from if images.device.type == "cpu" else encoder.from_tokens
-            return run(images, norms, weights)
+        if isinstance(self.encoder, ViTEncoder):
+            tokens = images if self.on_tokens else self.encoder.tokens(images, self.dtype, self.banks[0].below)
+            return self.encoder.class_token_from(tokens, norms, weights)
         features: Tensor = self.encoder(images, norms, weights, dtype=self.dtype, learning=True)
         return features
 
