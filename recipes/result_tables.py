@@ -42,6 +42,7 @@ PAGES = {
         "c100-50t",
         "t-5t",
         "t-10t",
+        "t-100t",
         "study",
         "baselines",
         "scores",
@@ -95,6 +96,7 @@ BENCHMARKS = {  # and another one over the same images: joint training on all cl
     "c100-50t": "c100-10t",
     "t-5t": "t-10t",
     "t-10t": "t-5t",
+    "t-100t": "t-10t",
 }
 ROWS = {  # NAME of a run directory, and what is said about it besides the method
     "joint-ridge": "upper bound",
