@@ -23,8 +23,11 @@ def import_compiler() -> None:
 
 
 def import_compiler_ahead() -> None:
-    """Begin to import it in a thread of its own, while data is read and decoded."""
-    Thread(target=import_compiler, name="compiler", daemon=True).start()
+    """Begin to import it in a thread of its own, while data is read and decoded.
+
+    A program that ends early waits for the thread: one that is cut off inside an import may take the program with it.
+    """
+    Thread(target=import_compiler, name="compiler").start()
 
 
 class Compiled:
