@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tpl import store as store_module
+from tpl.blocks import LARGE
 from tpl.files import replace_atomically
 from tpl.store import SCHEMA, ModelStore, State, StoreError
 
@@ -432,6 +433,35 @@ def test_every_file_is_listed_with_its_checksum(store: ModelStore) -> None:
     stored = {k: hashlib.sha256(v[2]).hexdigest() for k, v in files(store.path).items() if k.endswith(".safetensors")}
     assert len(stored) == 5
     assert store.header()["files"] == stored
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_all_numbers_must_be_finite_but_not_their_sum(store: ModelStore, dtype: torch.dtype) -> None:
+    header, state, memory = model(1)
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    store.commit(header, State(state.shared | {"largest": largest}, state.tasks), memory)
+    assert torch.equal(store.read()[1].shared["largest"], largest)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        damaged = State(state.shared | {"odd": torch.tensor([1.0, value, -value], dtype=dtype)}, state.tasks)
+        with pytest.raises(StoreError, match="'odd' has numbers that are not finite"):
+            store.commit(header, damaged, memory)
+
+
+def test_a_large_tensor_that_has_not_changed_is_not_written_again(store: ModelStore) -> None:
+    names = []
+    for tasks in (1, 2, 3):
+        header, state, memory = model(tasks)
+        large = {"constant": torch.arange(LARGE, dtype=torch.float32), "other": torch.full((LARGE,), float(tasks))}
+        store.commit(header, State(state.shared | large, state.tasks), memory)
+        check(store, (header, State(state.shared | large, state.tasks), memory))
+        names.append(store.header()["parts"]["shared"])
+    folders = [[name.split("/")[1] for name in parts] for parts in names]
+    assert folders == [["000", "000", "000"], ["001", "000", "001"], ["002", "000", "002"]]
+    damaged = store.path / names[0][1]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    store.commit(header, State(state.shared | large, state.tasks), memory)
+    assert store.header()["parts"]["shared"][1] == "tasks/003/shared-1.safetensors"
+    check(store, (header, State(state.shared | large, state.tasks), memory))
 
 
 @pytest.mark.parametrize("name", ["task-0", "shared", "memory"])

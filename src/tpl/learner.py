@@ -565,11 +565,14 @@ class Learner:
         precision: str = "auto",
         compile: str = "auto",
         version: int | None = None,
+        warm: bool = True,
     ) -> Self:
         """The learner that `save` wrote. `weights` names the encoder's file if it has moved.
 
         `version` is the number of an older version that is kept (`tpl history`); to save it makes it the newest one. No
-        hub is contacted, unless the environment variable TPL_DOWNLOAD is 1.
+        hub is contacted, unless the environment variable TPL_DOWNLOAD is 1. What was stored is tried on a blank image,
+        so the first prediction is as fast as later ones; or, if it need not be `warm` and the method allows it, on a
+        feature vector.
         """
         store = ModelStore(path)
         header, state, memory = store.read(version)
@@ -577,7 +580,7 @@ class Learner:
             row = state.shared.pop(ENCODER, None)
             learner = cls._from_header(header, row if weights is None else None, weights, device, precision, compile)
             learner.keeps_encoder = row is not None
-            learner._restore(header, state, memory)
+            learner._restore(header, state, memory, warm)
             if version is None and (waiting := store.read_waiting()):
                 learner.waiting_.load_state(waiting, learner._images_of())
         except (TplError, KeyboardInterrupt):
@@ -622,7 +625,7 @@ class Learner:
             raise _other_weights(encoder, learner.method.encoder.sha256)
         return learner
 
-    def _restore(self, header: dict[str, Any], state: State, memory: dict[str, Tensor]) -> None:
+    def _restore(self, header: dict[str, Any], state: State, memory: dict[str, Tensor], warm: bool) -> None:
         """Take over a stored state, and try it on a blank image: what does not fit is found before it is used."""
         method, self.preset = self.method, header.get("preset", "")
         self._entries = [TaskEntry.from_dict(task, t) for t, task in enumerate(header["tasks"], start=1)]
@@ -632,8 +635,7 @@ class Learner:
             method.memory.load_state(memory)
         method.load_state(state)
         if self.classes_:
-            blank = torch.zeros(1, 3, method.preprocess.height, method.preprocess.width, dtype=torch.uint8)
-            found = method.answer(blank, {UNKNOWN}).log_p
+            found = method.decide([method.blank_pass({UNKNOWN}, warm)], {UNKNOWN}).log_p
             if found.shape != (1, len(self.classes_)) or found.isnan().any():
                 raise ValueError(f"a blank image gets {found.shape[1]} probabilities for {len(self.classes_)} classes")
 

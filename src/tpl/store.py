@@ -53,6 +53,7 @@ SCHEMA = 3
 READABLE = (1, 2, 3)  # schema 2 had no versions; schema 1 no checksums either, and of a task only its classes
 COMMIT_FOLDER = re.compile(r"\d{3,}|\.\d{3,}\.partial")  # folders of other names are left alone
 VERSION = re.compile(r"\d+\.json|\.\d+\.json\.partial")
+LARGE_PARTS = f"{SHARED}-", f"{MEMORY}-"  # how files of one large tensor begin
 LARGEST_HEADER = 16 << 20  # bytes: a hundred thousand classes take a few megabytes
 SPARSE = 100  # a file this many times larger than its room on disk is no file of a model
 
@@ -220,21 +221,20 @@ class ModelStore:
             stored = (task["file"] for task in old["tasks"][i : i + gone + 1] if task["file"] not in files[:i])
             files[i] = next((file for file in stored if self._holds(file, own, old)), files[i])
         parts = {f: own for f, own in zip(files, state.tasks, strict=True) if f.startswith(f"{newest}/")}
-        places, known = {}, self._checksums(old)
+        names = {}
         for part, tensors in ((SHARED, state.shared), (MEMORY, memory)):
             blocks = {f"{newest}/{part}{f'-{i}' * bool(i)}.safetensors": b for i, b in enumerate(in_blocks(tensors))}
-            places[part] = [
-                (self._stored(block, known) if i else None) or f for i, (f, block) in enumerate(blocks.items())
-            ]
-            parts |= {file: block for file, block in blocks.items() if file in places[part]}
+            names[part], parts = list(blocks), parts | blocks
         tasks = [task | {"file": file} for task, file in zip(header["tasks"], files, strict=True)]
-        complete = header | {"tasks": tasks, "parts": places, "newest": newest}
+        known = self._checksums(old)
         try:
-            written = self._write_folder(newest, parts)
+            written = self._write_folder(newest, parts, known)
             if not old["commits"]:
                 sync_parents(self.path)  # a writer that was killed may have made them
+            places = {part: [written[name][0] for name in own] for part, own in names.items()}
+            complete = header | {"tasks": tasks, "parts": places, "newest": newest}
+            checked = (old.get("files") or {}) | dict(written.values())
             wanted = {*files, *itertools.chain.from_iterable(places.values())}
-            checked = (old.get("files") or {}) | {f: checksum for checksum, fs in known.items() for f in fs} | written
             sums = {file: checked.get(file) or sha256_of(self.path / file) for file in wanted}
             self._replace_header(complete | {"files": dict(sorted(sums.items()))}, old, keep)
         except (OSError, SafetensorError, ValueError, StoreError) as error:
@@ -315,21 +315,23 @@ class ModelStore:
                 found.setdefault(checksum, []).append(file)
         return found
 
-    def _stored(self, tensors: Tensors, known: dict[str, list[str]]) -> str | None:
-        """The file, of those `known` by their checksums, that holds exactly these tensors."""
-        from safetensors.torch import save
-
-        if not known:
-            return None
-        checksum = hashlib.sha256(save(_on_cpu(tensors))).hexdigest()
+    def _stored(self, checksum: str, known: dict[str, list[str]]) -> str | None:
+        """The file, of those `known` by their checksums, that has this one."""
         for file in known.get(checksum, ()):
             with suppress(OSError):
                 if sha256_of(self.path / file) == checksum:  # a damaged one is written again
                     return file
         return None
 
-    def _write_folder(self, folder: str, parts: dict[str, Tensors]) -> dict[str, str]:
-        """Write files into a new folder; returns their checksums."""
+    def _write_folder(
+        self, folder: str, parts: dict[str, Tensors], known: dict[str, list[str]]
+    ) -> dict[str, tuple[str, str]]:
+        """Write files into a new folder; returns, for each, the file that holds its content, and the checksum.
+
+        That is another file for a large tensor which one of those `known` holds already.
+        """
+        from safetensors.torch import save
+
         target = self.path / folder
         partial = partial_path(target)
         for stale in (partial, target):  # what an interrupted commit left behind
@@ -337,14 +339,18 @@ class ModelStore:
         self._refuse_links("tasks")
         make_folder(target.parent)
         partial.mkdir()
-        sums = {}
+        written = {}
         for name, tensors in parts.items():
-            _save(tensors, partial / Path(name).name)
-            sums[name] = sha256_of(partial / Path(name).name)
+            content, file = save(_checked(_on_cpu(tensors))), Path(name).name
+            checksum = hashlib.sha256(content).hexdigest()
+            stored = self._stored(checksum, known) if file.startswith(LARGE_PARTS) else None
+            if stored is None:
+                write_synced(partial / file, content)
+            written[name] = stored or name, checksum
         sync_folder(partial)
         partial.rename(target)
         sync_folder(target.parent)
-        return sums
+        return written
 
     def _refuse_links(self, *names: str) -> None:
         """A model directory holds its own files: a link in it could lead a writer anywhere."""
@@ -564,12 +570,7 @@ def _checked(tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         if tensor.dtype not in (*whole, torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"'{name}' has the type {tensor.dtype}")
-        if tensor.dtype not in whole and not torch.isfinite(tensor).all():
+        # A sum is finite only if all its numbers are, and several times faster to compute; but it may overflow.
+        if tensor.dtype not in whole and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise ValueError(f"'{name}' has numbers that are not finite")
     return tensors
-
-
-def _save(tensors: Tensors, file: Path) -> None:
-    from safetensors.torch import save
-
-    write_synced(file, save(_checked(_on_cpu(tensors))))

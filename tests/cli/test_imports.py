@@ -85,6 +85,12 @@ def test_predicting_with_the_encoder_of_the_package_imports_torch_alone(model: P
     assert {json.loads(line)["class"] for line in printed.splitlines()} <= {"cat", "dog"}
 
 
+def test_learning_without_training_imports_no_compiler(model: Path, tmp_path: Path) -> None:
+    birds, new = photos(tmp_path / "birds", ["hen", "owl"], count=3), ["--encoder", "compact", "--preset", "quick"]
+    for folder, options in ((model.parent / "pets", new), (birds, [])):
+        assert run(["learn", str(tmp_path / "model"), str(folder), "--json", *options], NOT_TO_PREDICT | NEVER)
+
+
 def test_the_package_itself_imports_little() -> None:
     program = "import sys, tpl; assert not {'torch', 'numpy', 'typer'} & set(sys.modules); tpl.TplError, tpl.Answer"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

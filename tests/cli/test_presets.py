@@ -10,6 +10,7 @@ from commands import ask, call, refusal
 from pictures import photos
 from small_encoder import SMALL_VIT
 from tpl import Learner, TplError
+from tpl.advice import check
 from tpl.answers import Measured
 from tpl.cli import plan
 from tpl.cli.plan import duration, parse_time
@@ -154,6 +155,23 @@ def test_a_known_class_under_another_name_is_said_without_stored_images(place: P
     (again / "cat").rename(again / "moggy")
     report = learn(model, again)
     assert [(p["class"], p["known"]) for p in report["same_classes"]] == [("moggy", "cat")]  # type: ignore[attr-defined]
+
+
+def test_few_images_are_not_compared_with_those_of_known_classes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be found is not said of fewer than five images."""
+    model = tmp_path / "m"
+    learn(model, place / "pets", "--preset", "quick")
+    compared: list[object] = []
+
+    def same_classes(*given: object) -> list[object]:
+        compared.append(given)
+        return []
+
+    monkeypatch.setattr(check, "same_classes", same_classes)
+    assert learn(model, photos(tmp_path / "few", ["hen", "owl"], count=4))["same_classes"] == [] and not compared
+    assert learn(model, photos(tmp_path / "more", ["fox"], count=5))["same_classes"] == [] and len(compared) == 1
 
 
 def test_nearly_equal_names_are_said_from_the_first_task_on(place: Path, tmp_path: Path) -> None:

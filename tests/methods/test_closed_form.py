@@ -19,6 +19,7 @@ from tpl.methods.parts import closed_form
 from tpl.methods.parts.closed_form import CentredRidge, ClosedForm, same_features
 from tpl.methods.plus import TPLPlus
 from tpl.scores.calibration import graded_p_values, p_values
+from tpl.store import StoreError
 from tpl.stream import Stream
 
 DIM, WIDTH, CLASSES = 12, 40, 5
@@ -250,6 +251,45 @@ def test_few_images_make_a_closed_form_in_tpl_plus_and_many_do_not(
     assert isinstance(many.method, TPLPlus) and many.method.closed_ is None
 
 
+def test_what_fails_while_it_learns_leaves_all_as_it_was(small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0])
+    before = {name: part.clone() for name, part in learner.method.snapshot().shared.items()}
+    images = small_stream[0].test
+    assert images is not None
+    answers = learner.answers(images)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the sums are added already")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClosedForm, "_choose", fail)
+        with pytest.raises(RuntimeError, match="added already"):
+            learner.learn(small_stream[1])
+    after = learner.method.snapshot().shared
+    assert after.keys() == before.keys() and all(torch.equal(after[name], part) for name, part in before.items())
+    assert learner.answers(images) == answers and learner.classes_ == list(small_stream[0].classes)
+
+
+def test_a_model_to_be_learned_on_is_tried_without_its_encoder(
+    small_stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0]).save(tmp_path / "model")
+    cold, warm = (Learner.load(tmp_path / "model", device="cpu", warm=warm) for warm in (False, True))
+    images = small_stream[0].test
+    assert images is not None and cold.answers(images) == warm.answers(images)
+
+    def passes(*_: object) -> Tensor:
+        raise AssertionError("an image is encoded")
+
+    monkeypatch.setattr(ClosedFormExperts, "forward", passes)
+    Learner.load(tmp_path / "model", device="cpu", warm=False)
+    with pytest.raises(StoreError, match="an image is encoded"):
+        Learner.load(tmp_path / "model", device="cpu")
+    monkeypatch.setattr(ClosedForm, "log_probabilities", lambda self, z: torch.zeros(len(z), 7))
+    with pytest.raises(StoreError, match="gets 7 probabilities for 2 classes"):
+        Learner.load(tmp_path / "model", device="cpu", warm=False)
+
+
 def test_update_and_remove(small_stream: Stream) -> None:
     learner = Learner("closed-form", SMALL_VIT, device="cpu").learn(small_stream[0]).learn(small_stream[1])
     gone = learner.classes_[0]
@@ -262,15 +302,16 @@ def test_update_and_remove(small_stream: Stream) -> None:
     assert np.isfinite(learner.predict_proba(images)).all() and (learner.unknown_score(images) <= 1).all()
 
 
-def test_the_covariance_is_shrunk_as_far_as_leave_one_out_says() -> None:
-    z, y = blobs(6)
+@pytest.mark.parametrize(("each", "distinct"), [(6, 5), (3, 4)])
+def test_the_covariance_is_shrunk_as_far_as_leave_one_out_says(each: int, distinct: int) -> None:
+    z, y = blobs(each)
     few = learned(z * torch.linspace(0.2, 3, DIM), y)  # with equal variances, the estimate is the identity anyway
     x = torch.nn.functional.normalize(few.features.double(), dim=1)
     entropies = {}
     for least in closed_form.SHRUNK_AT_LEAST:
         logits = closed_form.Discriminant(few.statistics, least).left_out(x, few.labels)
         entropies[least] = closed_form._sharpness(logits, few.labels, closed_form.USUAL[0])[1]
-    assert few.shrunk == max(entropies, key=entropies.__getitem__) and len(set(entropies.values())) > 1
+    assert few.shrunk == max(entropies, key=entropies.__getitem__) and len(set(entropies.values())) == distinct
     again = ClosedForm.from_state(few.state())
     test, _ = blobs(10, seed=1)
     assert again.shrunk == few.shrunk and torch.equal(again.log_probabilities(test), few.log_probabilities(test))

@@ -12,7 +12,7 @@ from sklearn.covariance import OAS, EmpiricalCovariance
 from torch import Tensor
 
 from tpl.scores import Mahalanobis
-from tpl.scores.distances import NEAREST
+from tpl.scores.distances import NEAREST, TILE, mirror, packed, unpacked
 
 Array = NDArray[np.float64]
 
@@ -230,3 +230,16 @@ def test_a_forgotten_class_leaves_the_others_distances_as_they_were() -> None:
     md.merge(z[y == 2], torch.ones(int((y == 2).sum()), dtype=torch.long))  # it goes on without it
     assert md.counts_.tolist() == [int((y == 0).sum()), 2 * int((y == 2).sum())]
     assert int(md.pooled_) == 90 + int((y == 2).sum())
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, TILE - 1, TILE, TILE + 1, 3 * TILE + 5])
+def test_a_triangle_is_all_of_a_symmetric_matrix(size: int) -> None:
+    rounded = torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    whole = mirror(rounded.clone())
+    for row in range(size):
+        assert torch.equal(whole[row, row:], rounded[row, row:]) and torch.equal(whole[row:, row], rounded[row, row:])
+    triangle = packed(whole)
+    assert torch.equal(triangle, torch.cat([rounded[row, row:] for row in range(size)]))
+    assert torch.equal(unpacked(triangle, size), whole)
+    with pytest.raises(ValueError, match="cannot assign"):
+        unpacked(torch.cat([triangle, triangle[:1]]), size)

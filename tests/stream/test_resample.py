@@ -137,6 +137,7 @@ class TestDeviceBatches:
             return resample(pixels, geometry)
 
         monkeypatch.setattr(preprocess, "RESIZING_DEVICES", {"cpu"})
+        monkeypatch.setattr(preprocess, "_DECODED", 32)
         monkeypatch.setattr(preprocess, "resample", watched)
 
     @pytest.mark.parametrize("size", [(8, 8), (24, 24), (26, 26), (40, 23), (31, 47)], ids=str)

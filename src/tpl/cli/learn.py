@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tpl.cli.app import MODELS, app, err, out, print_json, uninterrupted
+from tpl.cli.app import MODELS, app, err, importing, out, print_json, uninterrupted
 from tpl.cli.encoder import announce_download, choose_encoder, describe_encoder, encoder_text, in_package
 from tpl.cli.options import DATA, TRAINING, AsJson, Device, Encoder, Folder, Strict, Weights, separate
 from tpl.cli.plan import (
@@ -246,12 +246,9 @@ def learn(
     judging = _judging(store, test, dry_run)
     before = _header_text(store)
     try:
-        with uninterrupted():
+        with uninterrupted(), importing():
             from tpl.console import work_progress
             from tpl.learner import Learner  # the slowest import
-
-            if not dry_run:
-                import torch._dynamo  # noqa: F401 (as the first optimiser would, where Ctrl-C may come)
         with work_progress(err, as_json) as progress:
             older = None if judging is None else Learner.load(model, weights, device)
             report = _dry_run(store, given, request, progress) if dry_run else _learn(store, given, request, progress)
@@ -308,6 +305,9 @@ def _learn(store: ModelStore, given: Labelled, request: Request, progress: Progr
         ready, notes = _read(learner, given, request, progress)
         new, more = _by_novelty(learner, ready, request)
         learner, chosen = _choose(learner, new, request)
+        if "epochs" in options_of(learner.method.name):
+            with uninterrupted(), importing():
+                import torch._dynamo  # noqa: F401 (as the first optimiser would, where Ctrl-C may come)
         task = as_task(ready, _task_name(given))
         names = [] if request.update else _almost_equal_names(learner, new)
         alike = [] if request.update else _like_known_classes(learner, new)
@@ -400,7 +400,7 @@ def _learner(store: ModelStore, given: Labelled, request: Request) -> tuple[Lear
 def _stored(store: ModelStore, request: Request) -> Learner:
     from tpl.learner import Learner
 
-    return Learner.load(store.path, request.weights, request.device)
+    return Learner.load(store.path, request.weights, request.device, warm=False)  # images follow at once
 
 
 def _new(encoder: str, request: Request) -> Learner:
@@ -494,10 +494,12 @@ def _like_known_classes(learner: Learner, new: Labelled) -> list[dict[str, Any]]
 
 def _learned_like_known_classes(learner: Learner, known: int) -> list[dict[str, Any]]:
     """Warn about classes just learned that look like one of the first `known`, by feature vectors stored of both."""
-    from tpl.advice.check import learned_and_known, same_classes
+    from tpl.advice.check import FEWEST, learned_and_known, same_classes
 
     stored = learned_and_known(learner.method, known) if known else None
-    return [] if stored is None else _warned(same_classes(stored[0], learner.classes_[known:], stored[1]))
+    if stored is None or any(int(part.labels.bincount(minlength=1).max()) < FEWEST for part in stored):
+        return []  # no class has enough images to say
+    return _warned(same_classes(stored[0], learner.classes_[known:], stored[1]))
 
 
 def _warned(alike: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -181,6 +181,13 @@ class Method(ABC):
         """
         return pixels
 
+    def blank_pass(self, want: Collection[str] = (), warm: bool = True) -> Any:
+        """`forward` of a blank image, to try out what was stored.
+
+        If the network need not be `warm` afterwards, a method may return something as good that costs less.
+        """
+        return self.forward(torch.zeros(1, 3, self.preprocess.height, self.preprocess.width, dtype=torch.uint8), want)
+
     def decide(self, passes: Sequence[Any], want: Collection[str] = ()) -> Answers:
         """Predictions from the results of `forward` for one or several groups of images, which are joined."""
         return Answers(torch.cat([self.log_probabilities(pixels) for pixels in passes]))

@@ -87,6 +87,10 @@ class ClosedFormExperts(Method):
         """The encoder's features."""
         return self.encoder_features(pixels) if before is None else before
 
+    def blank_pass(self, want: Collection[str] = (), warm: bool = True) -> Tensor:
+        """A feature vector is as good as an image: all that is stored acts on features."""
+        return super().blank_pass(want) if warm else torch.ones(1, self.encoder.dim, device=self.compute.device)
+
     def decide(self, passes: Sequence[Tensor], want: Collection[str] = ()) -> Answers:
         """Class probabilities, and the unknown score if it is wanted."""
         z = torch.cat(list(passes))
@@ -116,6 +120,11 @@ class ClosedFormExperts(Method):
     def state(self) -> State:
         """The classifier's tensors."""
         shared = {} if self.classifier is None else self.classifier.state()
+        return State(shared, [{} for _ in self.task_classes_])
+
+    def snapshot(self) -> State:
+        """The same without copies and with the Gram matrix as it is: tensors are only replaced, never written to."""
+        shared = {} if self.classifier is None else self.classifier.state(whole=True)
         return State(shared, [{} for _ in self.task_classes_])
 
     def load_state(self, state: State) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tpl.scores.base import Score
@@ -18,6 +20,7 @@ from tpl.scores.base import Score
 ENOUGH = 5  # samples per dimension from which the plain covariance is trusted by `shrinkage="auto"`
 RIDGE = 1e-6  # of the mean variance, added where the covariance is singular
 NEAREST = 1e-3  # of the feature size: a smaller squared distance counts as this one
+TILE = 128  # rows and columns of a symmetric matrix that are copied at a time
 BLOCK = 4096  # rows compared at a time, so that no n x n intermediate appears
 
 
@@ -119,26 +122,39 @@ def without_row(rows: Tensor, number: int) -> Tensor:
 def mirror(product: Tensor) -> Tensor:
     """Copy the upper triangle of a product X^T X to the lower one, in place. Returns the matrix.
 
-    On some CPUs such a product is symmetric only up to rounding, and the upper triangle is what storage keeps.
+    On some CPUs such a product is symmetric only up to rounding, and the upper triangle is what storage keeps. In
+    tiles, as the columns of a large matrix do not stay in a CPU's cache.
     """
-    product.triu_()
-    product += product.triu(1).mT
+    for start in range(0, len(product), TILE):
+        end = start + TILE
+        product[end:, start:end] = product[start:end, end:].mT
+        corner = product[start:end, start:end]
+        corner.copy_(corner.triu() + corner.triu(1).mT)
     return product
 
 
 def packed(symmetric: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix as a vector: half the space."""
-    rows, columns = torch.triu_indices(*symmetric.shape, device=symmetric.device)
-    return symmetric[rows, columns]
+    if symmetric.is_cuda:
+        rows, columns = torch.triu_indices(*symmetric.shape, device=symmetric.device)
+        return symmetric[rows, columns]
+    return torch.from_numpy(symmetric.numpy()[_upper(len(symmetric))])
 
 
 def unpacked(triangle: Tensor, size: int) -> Tensor:
     """The symmetric matrix whose upper triangle is given."""
-    rows, columns = torch.triu_indices(size, size, device=triangle.device)
-    whole = triangle.new_zeros(size, size)
-    whole[rows, columns] = triangle
-    whole[columns, rows] = triangle
-    return whole
+    whole = triangle.new_empty(size, size)
+    if triangle.is_cuda:
+        rows, columns = torch.triu_indices(size, size, device=triangle.device)
+        whole[rows, columns] = triangle
+    else:
+        whole.numpy()[_upper(size)] = triangle.numpy()
+    return mirror(whole)
+
+
+def _upper(size: int) -> NDArray[np.bool_]:
+    """Where the upper triangle of a matrix is: on a CPU, numpy's masks are faster than torch's, and than indices."""
+    return np.tri(size, dtype=np.bool_).T
 
 
 def _shrunk(covariance: Tensor, n: int) -> Tensor:

@@ -38,7 +38,7 @@ BLACK = (0, 0, 0)
 _LARGE = 4
 # On a CPU Pillow's threads are as fast as matrix products, and much faster with large images.
 RESIZING_DEVICES = frozenset({"cuda"})
-_CHUNK = 32  # images decoded by a thread at a time
+_CHUNK = 32  # images decoded by a thread at a time, at most
 _DECODED = 512  # images at a time that need not be decoded, only sent to a device and resized there
 _KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
@@ -167,7 +167,7 @@ class Preprocess:
             return chunk, *self._read(images, chunk, resizer)
 
         decoded = resizer is not None and len(images) > 0 and images.block(np.arange(1)) is not None
-        with closing(in_chunks(read, len(images), _DECODED if decoded else _CHUNK)) as chunks:
+        with closing(in_chunks(read, len(images), _DECODED if decoded else None)) as chunks:
             for chunk, pixels, geometry in chunks:
                 sent = torch.from_numpy(pixels).to(out.device)
                 out[chunk.start : chunk.stop] = sent if geometry is None else resample(sent, geometry)
@@ -268,12 +268,14 @@ def try_load(images: ImageSet, index: int, shrink: Shrink) -> Image.Image | str:
         return f"{images.name(index)} cannot be resized: {error}"
 
 
-def in_chunks(work: Callable[[range], Result], count: int, size: int = _CHUNK) -> Generator[Result]:
-    """The results of `work` on chunks of `size` of the positions 0 .. count-1, in order, computed in threads.
+def in_chunks(work: Callable[[range], Result], count: int, size: int | None = None) -> Generator[Result]:
+    """The results of `work` on chunks of the positions 0 .. count-1, in order, computed in threads.
 
-    Only a few chunks are computed ahead, as all results at once may not fit in memory. Close it to stop early.
+    Without a `size`, few positions are shared out among all threads. Only a few chunks are computed ahead, as all
+    results at once may not fit in memory. Close it to stop early.
     """
     workers = decoding_workers()
+    size = size or max(1, min(_CHUNK, math.ceil(count / workers)))
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="decode")
     ahead: deque[Future[Result]] = deque()
     try:

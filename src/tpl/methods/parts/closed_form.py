@@ -130,6 +130,7 @@ class Discriminant:
         freedom = max(int(statistics.seen) - len(self.counts), 1)
         covariance = statistics.spread() / freedom
         share = oas_share(covariance, freedom).clamp_min(least)
+        self.share = float(share)
         even = share * covariance.trace() / len(covariance)
         mixed = (1 - share) * covariance
         mixed.diagonal().add_(even.clamp_min(SMALLEST / len(covariance)))
@@ -301,8 +302,10 @@ class ClosedForm:
         self.shrunk, self.sharpness, self.sureness = SHRUNK_AT_LEAST[0], USUAL[0], USUAL[2]
         if not len(x) or self.classes < 2:
             return
-        tried = {least: Discriminant(self.statistics, least).left_out(x, y) for least in SHRUNK_AT_LEAST}
-        found = {least: _sharpness(logits, y, USUAL[0]) for least, logits in tried.items()}
+        tried = {self.shrunk: Discriminant(self.statistics, self.shrunk)}
+        more = [least for least in SHRUNK_AT_LEAST if least > tried[self.shrunk].share]  # others change nothing
+        tried |= {least: Discriminant(self.statistics, least) for least in more}
+        found = {least: _sharpness(each.left_out(x, y), y, USUAL[0]) for least, each in tried.items()}
         self.shrunk = max(found, key=lambda least: found[least][1])
         self.sharpness, _ = found[self.shrunk]
 
@@ -348,9 +351,9 @@ class ClosedForm:
 
     # Storage
 
-    def state(self) -> dict[str, Tensor]:
-        """Sums, stored vectors, and what was chosen by leave-one-out."""
-        found = {f"ridge.{name}": part for name, part in self.ridge.state().items()}
+    def state(self, whole: bool = False) -> dict[str, Tensor]:
+        """Sums, stored vectors, and what was chosen by leave-one-out; of the Gram matrix a triangle, or all."""
+        found = {f"ridge.{name}": part for name, part in self.ridge.state(whole).items()}
         found |= {f"unit.{name}": part for name, part in self.statistics._asdict().items()}
         found["unit.scatter"] = packed(self.statistics.scatter)
         chosen = torch.tensor([self.sharpness, self.sureness, self.shrunk], dtype=torch.float64)

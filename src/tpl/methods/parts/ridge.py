@@ -99,8 +99,8 @@ class RandomRidge:
         self.projections = list(projections)  # one a view, [dim, width]
         self.config = config
         width, device = sum(each.shape[1] for each in projections), projections[0].device
-        self.gram = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.sums = torch.zeros(width, 0, dtype=torch.float64, device=device)
+        self.gram = self.sums.new_zeros(()).expand(width, width)  # takes no memory before there is a sample
         self.counts = self.sums[0]  # samples of each class
         self.strength = STRENGTHS[-1]
         self.temperature = 1.0
