@@ -135,7 +135,7 @@ def mirror(product: Tensor) -> Tensor:
 
 def packed(symmetric: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix as a vector: half the space."""
-    if symmetric.is_cuda:
+    if symmetric.device.type != "cpu":
         rows, columns = torch.triu_indices(*symmetric.shape, device=symmetric.device)
         return symmetric[rows, columns]
     return torch.from_numpy(symmetric.numpy()[_upper(len(symmetric))])
@@ -144,7 +144,7 @@ def packed(symmetric: Tensor) -> Tensor:
 def unpacked(triangle: Tensor, size: int) -> Tensor:
     """The symmetric matrix whose upper triangle is given."""
     whole = triangle.new_empty(size, size)
-    if triangle.is_cuda:
+    if triangle.device.type != "cpu":
         rows, columns = torch.triu_indices(size, size, device=triangle.device)
         whole[rows, columns] = triangle
     else:
