@@ -8,9 +8,10 @@ A trial draws some classes, N training photos of each, other photos of them to t
 unknown ones. The product learns the classes task by task with the command `tpl learn`, once for each `--product`. Its
 rivals get the same encoder's features, which are computed once: logistic regression on the photos of all tasks
 together, the nearest class mean, linear discriminant analysis with a shrunk covariance, and RanPAC without adaptation.
-Prints a table in Markdown: accuracy after the last task, seconds (for a rival: features and fit), and the area under
-the ROC curve of known against unknown photos. With `--fits` no command is run: the closed form of `tpl learn` is fitted
-to the same features as its rivals, which are computed once for all trials; seconds are those of the fits.
+Prints a table in Markdown: accuracy after the last task, seconds (of all commands; for a rival: loading the encoder
+once, features and fit), and the area under the ROC curve of known against unknown photos. With `--fits` no command is
+run: the closed form of `tpl learn` is fitted to the same features as its rivals, which are computed once for all
+trials; seconds are those of the fits.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tpl.methods.base import seeded
 from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.ridge import RandomRidge
 from tpl.methods.ranpac import RanPACConfig
+from tpl.nets import create_encoder
 from tpl.stream import MixedImages, is_image_name
 
 Array = NDArray[Any]
@@ -218,14 +220,18 @@ RIVALS = {
 
 
 def fitted(
-    trial: Trial, features: Callable[[Sequence[Path]], Array], fits: dict[str, Callable[..., Predictor]]
+    trial: Trial,
+    prepare: Callable[[], object],
+    features: Callable[[Sequence[Path]], Array],
+    fits: dict[str, Callable[..., Predictor]],
 ) -> dict[str, Row]:
-    """What each of `fits` reaches on one trial; the time of the training photos' features counts for each."""
+    """What each of `fits` reaches on one trial; `prepare` and the training photos' features count for each."""
     names = list(trial.train)
     test = features([path for own in trial.test.values() for path in own])
     strange = features(trial.unknown)
     truth = [name for name, own in trial.test.items() for _ in own]
     started = time.perf_counter()
+    prepare()
     x = features([path for own in trial.train.values() for path in own])
     encoding = time.perf_counter() - started
     y = np.repeat(np.arange(len(names)), [len(own) for own in trial.train.values()])
@@ -298,7 +304,10 @@ def main() -> None:
             known.update(zip(missing, computed(missing), strict=True))
         return np.stack([known[path] for path in paths]) if paths else np.empty((0, method.encoder.dim))
 
-    features, ways = (remembered, FITS | RIVALS) if wanted.fits else (computed, RIVALS)
+    def load() -> None:
+        create_encoder(wanted.encoder, wanted.weights)
+
+    prepare, features, ways = (lambda: None, remembered, FITS | RIVALS) if wanted.fits else (load, computed, RIVALS)
 
     common = ["--encoder", wanted.encoder, "--device", "cpu"]
     common += ["--weights", str(wanted.weights)] if wanted.weights else []
@@ -312,7 +321,7 @@ def main() -> None:
         for each in wanted.per_class:
             trial = drawn(folders, wanted.classes, wanted.tasks, each, max(wanted.per_class), wanted.test, seed)
             found = {f"tpl learn {own}".strip(): product(trial, common + shlex.split(own)) for own in products}
-            for name, row in (found | fitted(trial, features, ways)).items():
+            for name, row in (found | fitted(trial, prepare, features, ways)).items():
                 rows.setdefault((each, name), []).append(row)
                 print(f"seed {seed}, {each} a class, {name}: {row}", file=sys.stderr, flush=True)
             if wanted.json:

@@ -36,6 +36,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from tpl.files import sha256_of
+from tpl.nets.vit import hash_tensors
 
 NAME, PATCH, SIDE = "vit_tiny_patch16_224", 16, 64
 TEACHER, STUDENT, CROP = 224, 128, 0.9
@@ -60,6 +61,7 @@ def main() -> None:
     averaged.load_state_dict({k: v.float() for k, v in load_file(file).items()}, strict=False)  # as it was stored
     record = {
         "sha256": sha256_of(file),
+        "fingerprint": hash_tensors({k: v.float() for k, v in trunk.items()}),
         "parameters": sum(value.numel() for value in trunk.values()),
         "distilled": True,
         "licence": "Apache-2.0, as the teacher",

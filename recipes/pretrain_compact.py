@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from tpl.files import sha256_of
 from tpl.nets.compact import CHANNELS, DATA_CONFIG, DEPTH, DIM, HEADS, NAME, STRIDES, create_compact
+from tpl.nets.vit import hash_tensors
 
 CLASSES, SIDE, PAD, HELD_OUT, SPLIT_SEED, MAX_BYTES = 100, 32, 4, 50, 0, 6_000_000
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -336,6 +337,7 @@ def score_files(out: Path, val: Arrays, test: Arrays, device: torch.device) -> d
         "digits_ncm": digits_ncm(trunk, device),
         "parameters": sum(p.numel() for p in trunk.parameters()),
         "sha256": sha256_of(path),
+        "fingerprint": hash_tensors(trunk.state_dict()),
         "bytes": size,
     }
 

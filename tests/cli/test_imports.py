@@ -24,7 +24,7 @@ from tpl.outline import StandIn, method_outlines, outline
 from tpl.scores import SCORES
 
 NOT_TO_TALK = {"torch", "numpy", "PIL", "safetensors.torch"}
-NOT_TO_PREDICT = {"torchvision", "torch._dynamo", "torch._inductor", "tpl.report", "tpl.bench.run"}
+NOT_TO_PREDICT = {"torchvision", "sympy", "torch._dynamo", "torch._inductor", "tpl.report", "tpl.bench.run"}
 NEVER = {
     "timm",
     "sklearn",

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpl.files import sha256_of
-from tpl.nets import EncoderError, create_encoder, photos
+from tpl.nets import EncoderError, create_encoder, photos, vit, weights
 from tpl.nets.compact import WEIGHTS, create_compact, record
+from tpl.nets.vit import ViTEncoder, hash_tensors
 from tpl.nets.weights import read_weights
-from tpl.pretraining import weights_status
+from tpl.pretraining import packaged_record, weights_status
 
 PACKAGED = Path(str(WEIGHTS))
 
@@ -36,6 +37,32 @@ def test_the_packaged_weights_are_the_recorded_ones() -> None:
     assert weights_status("compact", "ab" * 32) == weights_status("deit_small_611", made["sha256"]) == "unverified"
     assert weights_status("resnet18:8", None) == "random"
     assert PACKAGED.stat().st_size == made["bytes"] <= 6e6
+
+
+@pytest.mark.parametrize("name", weights.PACKAGED)
+def test_the_recorded_fingerprint_is_that_of_the_packaged_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not computed again while their file is the recorded one; of another file, it is."""
+    packaged, made, hashed = weights.PACKAGED[name], packaged_record(name), list[str]()
+
+    def computed(state: dict[str, torch.Tensor]) -> str:
+        hashed.append(hash_tensors(state))
+        return hashed[-1]
+
+    monkeypatch.setattr(vit, "hash_tensors", computed)
+    encoder = create_encoder(name)
+    assert isinstance(encoder, ViTEncoder) and not hashed
+    assert encoder.fingerprint == made["fingerprint"] == hash_tensors(encoder.vit.state_dict())
+    content, changed = bytearray(packaged.weights.read_bytes()), tmp_path / "changed.safetensors"
+    content[-1] ^= 1
+    changed.write_bytes(content)
+    monkeypatch.setitem(weights.PACKAGED, name, packaged._replace(weights=changed))
+    other = create_encoder(name)
+    assert other.sha256 != made["sha256"] and hashed == [other.fingerprint] and hashed[0] != made["fingerprint"]
+    changed.write_bytes(content[:1000])
+    with pytest.raises(EncoderError, match="cannot be read as weights"):
+        create_encoder(name)
 
 
 def test_the_packaged_weights_for_photos_are_the_recorded_ones() -> None:

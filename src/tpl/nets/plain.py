@@ -27,6 +27,15 @@ class Linear(nn.Linear):
             super().reset_parameters()
 
 
+class Conv2d(nn.Conv2d):
+    """torch's, which even imports a compiler to draw random weights where there is no memory for them."""
+
+    def reset_parameters(self) -> None:
+        """Draw random weights, unless stored ones will take their place."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
@@ -80,7 +89,7 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int, last: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, out, 3, stride, padding=1, bias=last)
+        self.conv = Conv2d(channels, out, 3, stride, padding=1, bias=last)
         self.bn = nn.Identity() if last else nn.BatchNorm2d(out)
         self.act = nn.Identity() if last else nn.GELU()
 
@@ -112,7 +121,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, size: int, patch: int, dim: int) -> None:
         super().__init__()
         self.img_size, self.patch_size, self.grid_size = (size,) * 2, (patch,) * 2, (size // patch,) * 2
-        self.proj = nn.Conv2d(3, dim, patch, patch)
+        self.proj = Conv2d(3, dim, patch, patch)
         self.norm = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class ViTEncoder(Encoder):
         sha256: str,
         data_config: dict[str, Any],
         weights: Path | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         super().__init__()
         check_supported(vit, name)
@@ -67,7 +68,8 @@ class ViTEncoder(Encoder):
         self.fused = False
         # Copies in other precisions; in a dict: not part of this module's state.
         self._copies: dict[tuple[torch.dtype, torch.device], VisionTransformer] = {}
-        self.fingerprint = hash_tensors(vit.state_dict())  # independent of the file format of the weights
+        # Independent of the file format of the weights; given where it is known, as it takes a while.
+        self.fingerprint = fingerprint or hash_tensors(vit.state_dict())
         self.requires_grad_(False)
         self.eval()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from argparse import Namespace
 from collections.abc import Callable
 from http.client import HTTPException
-from importlib.resources import as_file
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,7 +17,7 @@ from urllib.request import Request, getproxies, urlopen
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from tpl.errors import TplError
@@ -27,7 +27,7 @@ from tpl.nets.base import Encoder
 from tpl.nets.patch16 import PATCH16, Patch16
 from tpl.nets.plain import PlainViT
 from tpl.nets.vit import ViTEncoder, check_supported, hash_tensors
-from tpl.pretraining import DEIT_611
+from tpl.pretraining import DEIT_611, packaged_record
 
 if TYPE_CHECKING:  # timm takes seconds to import, and the encoders of this package do without it
     from timm.models.vision_transformer import VisionTransformer
@@ -85,13 +85,9 @@ def create_encoder(name: str = compact.NAME, weights: Path | str | None = None, 
             raise EncoderError(f"'{name}' is trained from scratch and takes no weight file; leave --weights out.")
         return resnet.create_resnet(name)
     if name in PACKAGED:
-        packaged = PACKAGED[name]
-        with torch.device("meta"):  # without random weights, which the file's replace
-            model: Any = packaged.create()
-        data_config = dict(packaged.data_config)
         if weights is None:
-            with as_file(packaged.weights) as file:
-                return _from_file(name, model, data_config, file, remembered=None)
+            return _packaged(name)
+        model, data_config = _empty(name), dict(PACKAGED[name].data_config)
         return _from_file(name, model, data_config, Path(weights), remembered=Path(weights))
     if weights is not None:
         path = Path(weights)
@@ -330,6 +326,33 @@ def _data_config(name: str, model: VisionTransformer) -> dict[str, Any]:
     return config
 
 
+def _empty(name: str) -> Any:
+    """A network of the package without random weights: those of a file replace them."""
+    with torch.device("meta"):
+        return PACKAGED[name].create()
+
+
+def _packaged(name: str) -> Encoder:
+    """An encoder with the weights in the package, whose fingerprint is the recorded one if their sha256 is.
+
+    Hashed is what is loaded: the file is read once.
+    """
+    packaged, made = PACKAGED[name], packaged_record(name)
+    content = packaged.weights.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    try:
+        state = _as_float32(load(content))
+    except SafetensorError as error:
+        raise EncoderError(f"{packaged.weights} cannot be read as weights: {error}") from error
+    return ViTEncoder(
+        _with_weights(name, _empty(name), state, packaged.weights),
+        name,
+        sha256,
+        dict(packaged.data_config),
+        fingerprint=made["fingerprint"] if sha256 == made["sha256"] else None,
+    )
+
+
 def _from_file(
     name: str, model: VisionTransformer, data_config: dict[str, Any], file: Path, remembered: Path | None
 ) -> Encoder:
@@ -339,6 +362,13 @@ def _from_file(
 def _loaded(name: str, model: VisionTransformer, file: Path) -> VisionTransformer:
     """The network with the weights of a file, and all of them."""
     state = {k: v for k, v in read_weights(file).items() if not k.startswith(("head.", "head_dist."))}
+    return _with_weights(name, model, state, file)
+
+
+def _with_weights(
+    name: str, model: VisionTransformer, state: dict[str, Tensor], file: Path | Traversable
+) -> VisionTransformer:
+    """The network with these weights of a file, and all of them."""
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # right names, other shapes
@@ -414,5 +444,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         state = state["model"]  # checkpoints of the DeiT family wrap the state dict
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise EncoderError(f"{file} is no plain state dict: it must map names to tensors.")
-    # Copies: safetensors maps a file into memory, and a file may change.
+    return _as_float32(state)
+
+
+def _as_float32(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in full precision: safetensors maps a file into memory, and a file may change."""
     return {k: v.to(torch.float32 if v.is_floating_point() else v.dtype, copy=True) for k, v in state.items()}
