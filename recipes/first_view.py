@@ -1,14 +1,16 @@
 """How to train the expert's first view: adapters or LoRA, with and without averaged weights, on held-out images.
 
-    python recipes/first_view.py --data cifar100/ --weights vit_tiny_patch16_224.safetensors --device cuda
+    python recipes/first_view.py --data cifar100/ --weights vit_tiny_patch16_224.safetensors     # a GPU's work
+    python recipes/first_view.py --data tiny/ --benchmark t-10t --encoder compact --device cpu --images 100 --width 2000
 
-Small trainable parts in a frozen ViT learn the first task of C100-10T; then they are frozen, and a ridge regression on
-random features of the encoder and of the trained view learns all ten tasks, with exact sums. Held-out training images
-measure it, a tenth of all. One training gives a row with the weights of its last step, and one for each exponential
-moving average of the weights (EMA). Trained beside the part named are all layer norms and a linear head: SGD with
-momentum 0.9, batches of 64, horizontal flips.
+Small trainable parts in a frozen ViT learn the first task of a benchmark. Then they are frozen, and a ridge regression
+on random features of the encoder and of the trained view learns all tasks, with exact sums. Held-out training images
+measure it, a tenth of all. One training gives a row with the weights of its last step, one for each exponential moving
+average of the weights (EMA), and one for each mean of first and last weights. Trained beside the part named are all
+layer norms and a linear head: SGD with momentum 0.9, batches of 64, horizontal flips.
 
-Prints one JSON line a row: accuracy in per cent of the ridge, and of the head on held-out images of the first task.
+Prints one JSON line a row: accuracy in per cent of the ridge at every strength (`by`) and at the best one on these same
+images, and of the head on held-out images of the first task.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.nets.plain import PlainViT
 from tpl.nets.vit import ViTEncoder
 
-BATCH, AT_ONCE = 64, 500
+BATCH, AT_ONCE = 64, 1000
 DECAYS = (0.99, 0.995, 0.998)  # of the EMA: means over about 100 to 500 of 560 steps
-WIDTH = 5000  # random features a view
+SHARES = (0.5, 0.7, 0.85)  # of the way from the first to the last step's weights (Wortsman et al., 2022)
+STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of the ridge, in units of the Gram matrix's mean diagonal
 
 
 class Images(NamedTuple):
@@ -118,11 +121,12 @@ SETTINGS = (
 )
 
 
-def train(net: nn.Sequential, images: Images, setting: Setting, seed: int) -> Iterator[tuple[str, nn.Sequential]]:
-    """Train what in `net` needs gradients; the network of the last step, and those of averaged weights."""
+def train(net: nn.Sequential, images: Images, setting: Setting, seed: int) -> Iterator[str]:
+    """Train what in `net` needs gradients; yields with the weights of the last step in it, then with averaged ones."""
     parameters = [p for p in net.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(parameters, setting.rate, momentum=0.9)
-    means = {decay: [p.detach().clone() for p in parameters] for decay in DECAYS}
+    start = [p.detach().clone() for p in parameters]
+    means = {decay: [p.clone() for p in start] for decay in DECAYS}
     draw = torch.Generator(images.pixels.device).manual_seed(seed)
     steps = setting.epochs * (len(images.labels) // BATCH)
     rows = torch.cat([torch.randperm(len(images.labels), generator=draw, device=draw.device) for _ in range(99)])
@@ -133,7 +137,7 @@ def train(net: nn.Sequential, images: Images, setting: Setting, seed: int) -> It
         pixels = images.pixels[own]
         mirrored = torch.rand(len(own), generator=draw, device=draw.device) < 0.5
         pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(3), pixels)
-        with torch.autocast(pixels.device.type, torch.bfloat16):
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=pixels.is_cuda):
             loss = F.cross_entropy(net(pixels), images.labels[own])
         optimiser.zero_grad()
         loss.backward()
@@ -141,45 +145,80 @@ def train(net: nn.Sequential, images: Images, setting: Setting, seed: int) -> It
         for decay, mean in means.items():
             # In the first steps a plain mean, so that random initial weights do not linger.
             torch._foreach_lerp_(mean, [p.detach() for p in parameters], 1 - min(decay, step / (step + 1)))
-    yield "last step", net
-    for decay, mean in means.items():
+    end = [p.detach().clone() for p in parameters]
+    others = {f"EMA {decay}": mean for decay, mean in means.items()}
+    others |= {f"{share} of the way": [a.lerp(b, share) for a, b in zip(start, end, strict=True)] for share in SHARES}
+    yield "last step"
+    for name, values in others.items():
         with torch.no_grad():
-            for p, value in zip(parameters, mean, strict=True):
+            for p, value in zip(parameters, values, strict=True):
                 p.copy_(value)
-        yield f"EMA {decay}", net
+        yield name
 
 
 @torch.no_grad()
 def features(vit: nn.Module, pixels: Tensor) -> Tensor:
-    """What a network sees of images, scaled to one length."""
-    with torch.autocast(pixels.device.type, torch.bfloat16):
-        found = torch.cat([vit(part).float() for part in pixels.split(AT_ONCE)])
-    return F.normalize(found, dim=1)
+    """What a network sees of images."""
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=pixels.is_cuda):
+        return torch.cat([vit(part).float() for part in pixels.split(AT_ONCE)])
 
 
-def ridge_accuracy(views: list[Tensor], labels: Tensor, held_views: list[Tensor], truth: Tensor) -> float:
-    """Accuracy on held-out images, in per cent, of a ridge on all views' random features.
+class Study(NamedTuple):
+    """All images of one class order, and what the frozen encoder sees of them."""
 
-    It learns all classes at once: its sums are those after ten tasks.
+    order: str
+    seen: Images
+    held: Images
+    views: tuple[Tensor, Tensor]  # of the images to learn, and of those held out
+    width: int  # random features a view
+
+    def report(self, row: dict[str, object], *view: Tensor) -> None:
+        """Print a row: the ridge's accuracies with another `view`, if there is one, beside the encoder's."""
+        pairs = [self.views, *([view] if view else [])]
+        rates = self.accuracies([seen for seen, _ in pairs], [held for _, held in pairs])
+        print(json.dumps({"order": self.order} | row | {"accuracy": max(rates.values()), "by": rates}), flush=True)
+
+    def accuracies(self, views: list[Tensor], held: list[Tensor]) -> dict[str, float]:
+        """Accuracy on held-out images, in per cent, by the strength of the ridge.
+
+        It learns all classes at once: its sums are those after the last task.
+        """
+        config = RidgeConfig(random_features=self.width * len(views))
+        ridge = RandomRidge.drawn_for_views(views, config, torch.Generator().manual_seed(1), share=len(views))
+        width = sum(each.shape[1] for each in ridge.projections)
+        classes = int(self.seen.labels.max()) + 1
+        gram, sums = (views[0].new_zeros(width, n, dtype=torch.float64) for n in (width, classes))
+        for z, y in zip(torch.cat(views, dim=1).split(AT_ONCE), self.seen.labels.split(AT_ONCE), strict=True):
+            h = ridge.hidden(z)
+            gram.addmm_(h.T, h)
+            sums.addmm_(h.T, F.one_hot(y, classes).double())
+        found = dict[str, float]()
+        for strength in STRENGTHS:
+            system = gram + strength * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
+            weights = torch.cholesky_solve(sums, torch.linalg.cholesky(system))
+            right = (ridge.hidden(torch.cat(held, dim=1)) @ weights).argmax(dim=1) == self.held.labels
+            found[f"{strength:g}"] = round(100 * float(right.double().mean()), 2)
+        return found
+
+
+def loaded(spec: RunSpec, most: int) -> tuple[PlainViT, list[Images], list[Images]]:
+    """The frozen network, and all tasks' images to learn and to measure on, on the device.
+
+    Of a later task's class, at most `most` images to learn.
     """
-    draw = torch.Generator().manual_seed(1)
-    config = RidgeConfig(random_features=WIDTH * len(views))
-    ridge = RandomRidge.drawn_for_views(views, config, draw, share=len(views))
-    ridge.learn(torch.cat(views, dim=1), labels, draw)
-    right = ridge.log_probabilities(torch.cat(held_views, dim=1)).argmax(dim=1) == truth
-    return round(100 * float(right.double().mean()), 2)
-
-
-def loaded(spec: RunSpec) -> tuple[PlainViT, list[Images], list[Images]]:
-    """The frozen network, and all tasks' images to learn and to measure on, on the device."""
     method = spec.learner().method
     device, seen, held, first = method.compute.device, list[Images](), list[Images](), 0
     normalise = method.preprocess.normaliser(device)
     for task in spec.stream():
-        for found, own in ((seen, task.train), (held, task.test)):
-            assert own is not None
-            pixels = normalise(method.preprocess.batch(own, device=device))
-            found.append(Images(pixels.bfloat16(), torch.as_tensor(own.labels).long().to(device) + first))
+        for found, images in ((seen, task.train), (held, task.test)):
+            assert images is not None
+            labels = torch.tensor(images.labels)
+            rows = torch.arange(len(labels))
+            if first and found is seen:
+                rows = torch.cat([torch.nonzero(labels == c).flatten()[:most] for c in range(len(task.classes))])
+            pixels = method.preprocess.batch(images.select(rows.tolist()), device=device)
+            parts = [normalise(part).to(method.compute.dtype) for part in pixels.split(AT_ONCE)]
+            found.append(Images(torch.cat(parts), labels[rows].long().to(device) + first))
         first += len(task.classes)
     assert isinstance(method.encoder, ViTEncoder) and isinstance(method.encoder.vit, PlainViT)
     return method.encoder.vit.to(device), seen, held
@@ -189,38 +228,46 @@ def main() -> None:
     """Train all settings; one line a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--benchmark", default="c100-10t")
     parser.add_argument("--encoder", default="vit_tiny_patch16_224")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--orders", default="random:11,random:12", help="class orders other than those of the tables")
+    parser.add_argument("--settings", default="0,1,2,3,4,5,6", help="numbers of SETTINGS")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each setting")
+    parser.add_argument("--width", type=int, default=5000, help="random features a view")
+    parser.add_argument("--images", type=int, default=10_000, help="training images of a later task's class, at most")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     for order in given.orders.split(","):
         spec = RunSpec(
-            "c100-10t", "ranpac", given.encoder, given.weights, given.data, order, validation=0.1, device=given.device
+            given.benchmark,
+            "ranpac",
+            given.encoder,
+            given.weights,
+            given.data,
+            order=order,
+            validation=0.1,
+            device=given.device,
         )
-        frozen, tasks, held = loaded(spec)
-        everything, measured = (torch.cat([own.pixels for own in part]) for part in (tasks, held))
-        plain, plain_held = features(frozen, everything), features(frozen, measured)
-        labels, truth = (torch.cat([own.labels for own in part]) for part in (tasks, held))
-        alone = ridge_accuracy([plain], labels, [plain_held], truth)
-        print(json.dumps({"order": order, "view": "none", "accuracy": alone}), flush=True)
-        for seed, setting in enumerate(SETTINGS):
-            torch.manual_seed(seed)
-            vit = copy.deepcopy(frozen).requires_grad_(False)
-            setting.change(vit, setting.size)
-            for module in vit.modules():
-                if isinstance(module, nn.LayerNorm):
-                    module.requires_grad_(True)
-            head = nn.Linear(vit.embed_dim, int(tasks[0].labels.max()) + 1)
-            net = nn.Sequential(vit, head).to(everything.device)
-            for weights, trained in train(net, tasks[0], setting, seed):
-                z, z_held = features(trained[0], everything), features(trained[0], measured)
-                accuracy = ridge_accuracy([plain, z], labels, [plain_held, z_held], truth)
-                with torch.no_grad():
-                    answers = trained(held[0].pixels.float()).argmax(dim=1)
-                own = round(100 * float((answers == held[0].labels).double().mean()), 2)
-                row = {"order": order, **setting.parts(), "weights": weights, "accuracy": accuracy, "first_task": own}
-                print(json.dumps(row), flush=True)
+        frozen, tasks, held = loaded(spec, given.images)
+        seen, other = (Images(*(torch.cat(column) for column in zip(*part, strict=True))) for part in (tasks, held))
+        views = features(frozen, seen.pixels), features(frozen, other.pixels)
+        study = Study(order, seen, other, views, given.width)
+        study.report({"view": "none"})
+        for setting in (SETTINGS[int(number)] for number in given.settings.split(",")):
+            for seed in range(given.seeds):
+                torch.manual_seed(seed)
+                vit = copy.deepcopy(frozen).requires_grad_(False)
+                setting.change(vit, setting.size)
+                for module in vit.modules():
+                    if isinstance(module, nn.LayerNorm):
+                        module.requires_grad_(True)
+                net = nn.Sequential(vit, nn.Linear(vit.embed_dim, len(tasks[0].labels.unique()))).to(seen.pixels.device)
+                for weights in train(net, tasks[0], setting, seed):
+                    z, z_held = features(vit, seen.pixels), features(vit, other.pixels)
+                    right = net[1](z_held[: len(held[0].labels)]).argmax(dim=1) == held[0].labels
+                    own = {"weights": weights, "first_task": round(100 * float(right.double().mean()), 2)}
+                    study.report(setting.parts() | {"seed": seed} | own, z, z_held)
 
 
 if __name__ == "__main__":

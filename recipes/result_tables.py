@@ -247,10 +247,17 @@ def plus_variants(setting: str) -> list[dict[str, dict[str, Any]]]:
     return found
 
 
-def asked(setting: str) -> list[str]:
-    """How many tasks' models `passes=auto` asks about an image, and at which mass."""
-    found = [each["auto"] for each in plus_variants(setting)]
-    return [f"{mean([each['passes'] for each in found], 2)} of {setting[5:7]}", f"{found[0]['mass']:g}"]
+def few_passes(setting: str) -> list[str]:
+    """Last with `passes=auto`, how many tasks' models it asks about an image, and at which mass.
+
+    From runs of their own where there are some, else measured by `tpl ablate` on the runs of `tpl-plus`.
+    """
+    if runs := runs_of(setting, "tpl-plus-auto"):
+        found = [run.summary | {"mass": run.description["options"]["passes_mass"]} for run in runs]
+    else:
+        found = [each["auto"] for each in plus_variants(setting)]
+    last, passes = ([each[name] for each in found] for name in ("last", "passes"))
+    return [mean([100 * each for each in last]), f"{mean(passes, 2)} of {setting[5:7]}", f"{found[0]['mass']:g}"]
 
 
 def answers_table() -> list[str]:
@@ -259,10 +266,10 @@ def answers_table() -> list[str]:
     def rows() -> Iterator[list[str]]:
         for setting, title in SETTINGS.items():
             found = plus_variants(setting)
-            expert, auto = ([100 * each[name]["last"] for each in found] for name in ("expert alone", "auto"))
+            expert = [100 * each["expert alone"]["last"] for each in found]
             tpl, ranpac, plus = lasts(setting)
             title += ", former defaults" if newest_plus(setting) == FORMER else ""
-            yield [title, tpl, ranpac, mean(expert), plus, mean(auto), *asked(setting)]
+            yield [title, tpl, ranpac, mean(expert), plus, *few_passes(setting)]
 
     head = (
         " | `tpl` | `ranpac` as published | expert | `tpl-plus` | `passes=auto` | task models queried | `passes_mass`"
