@@ -71,7 +71,11 @@ def learn(
     update: Annotated[bool, typer.Option("--update", help="Add images of classes that the model knows.")] = False,
     name: Annotated[str | None, typer.Option(help="The task's name; by default that of FOLDER.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be learned, how long and how large; store nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would be learned, how long and how large; store no model. An encoder may be downloaded.",
+        ),
     ] = False,
     encoder: Encoder = None,
     data: Annotated[
