@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpl.bench.spec import RunSpec
+from tpl.engine import Recipe
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 from tpl.nets.plain import PlainViT
 from tpl.nets.vit import ViTEncoder
@@ -101,38 +102,43 @@ class Setting(NamedTuple):
     change: Callable[[PlainViT, int], None]
     size: int
     rate: float
-    falling: bool = True  # cosine to zero, or constant
+    schedule: str = "cosine"
     epochs: int = 8
 
     def parts(self) -> dict[str, object]:
         """What to report."""
-        schedule = "cosine" if self.falling else "constant"
-        return {"view": self.name, "size": self.size, "lr": self.rate, "schedule": schedule, "epochs": self.epochs}
+        options = {"lr": self.rate, "schedule": self.schedule, "epochs": self.epochs}
+        return {"view": self.name, "size": self.size} | options
+
+    @property
+    def recipe(self) -> Recipe:
+        """How long and how fast."""
+        return Recipe(self.epochs, BATCH, self.rate, self.schedule)
 
 
 SETTINGS = (
     Setting("adapters", with_adapters, 64, 0.01),
-    Setting("adapters", with_adapters, 64, 0.01, falling=False),
-    Setting("adapters", with_adapters, 64, 0.02, falling=False),
+    Setting("adapters", with_adapters, 64, 0.01, schedule="constant"),
+    Setting("adapters", with_adapters, 64, 0.02, schedule="constant"),
     Setting("lora", with_lora, 8, 0.01),
     Setting("lora", with_lora, 16, 0.03),
     Setting("lora", with_lora, 64, 0.03),
-    Setting("lora", with_lora, 16, 0.03, falling=False),
+    Setting("lora", with_lora, 16, 0.03, schedule="constant"),
 )
 
 
 def train(net: nn.Sequential, images: Images, setting: Setting, seed: int) -> Iterator[str]:
     """Train what in `net` needs gradients; yields with the weights of the last step in it, then with averaged ones."""
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimiser = torch.optim.SGD(parameters, setting.rate, momentum=0.9)
+    recipe = setting.recipe
+    optimiser = torch.optim.SGD(parameters, recipe.lr, momentum=recipe.momentum)
     start = [p.detach().clone() for p in parameters]
     means = {decay: [p.clone() for p in start] for decay in DECAYS}
     draw = torch.Generator(images.pixels.device).manual_seed(seed)
-    steps = setting.epochs * (len(images.labels) // BATCH)
+    steps = recipe.epochs * (len(images.labels) // BATCH)
     rows = torch.cat([torch.randperm(len(images.labels), generator=draw, device=draw.device) for _ in range(99)])
     for step in range(steps):
-        if setting.falling:
-            optimiser.param_groups[0]["lr"] = setting.rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        optimiser.param_groups[0]["lr"] = recipe.lr * recipe.rate_at(step / steps)
         own = rows[step * BATCH : (step + 1) * BATCH]
         pixels = images.pixels[own]
         mirrored = torch.rand(len(own), generator=draw, device=draw.device) < 0.5
@@ -232,7 +238,8 @@ def main() -> None:
     parser.add_argument("--encoder", default="vit_tiny_patch16_224")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--orders", default="random:11,random:12", help="class orders other than those of the tables")
-    parser.add_argument("--settings", default="0,1,2,3,4,5,6", help="numbers of SETTINGS")
+    numbers = range(len(SETTINGS))
+    parser.add_argument("--settings", type=int, nargs="+", choices=numbers, default=numbers, help="numbers of SETTINGS")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each setting")
     parser.add_argument("--width", type=int, default=5000, help="random features a view")
     parser.add_argument("--images", type=int, default=10_000, help="training images of a later task's class, at most")
@@ -254,7 +261,7 @@ def main() -> None:
         views = features(frozen, seen.pixels), features(frozen, other.pixels)
         study = Study(order, seen, other, views, given.width)
         study.report({"view": "none"})
-        for setting in (SETTINGS[int(number)] for number in given.settings.split(",")):
+        for setting in (SETTINGS[number] for number in given.settings):
             for seed in range(given.seeds):
                 torch.manual_seed(seed)
                 vit = copy.deepcopy(frozen).requires_grad_(False)
