@@ -101,7 +101,8 @@ BENCHMARKS = {  # and another one over the same images: joint training on all cl
 ROWS = {  # NAME of a run directory, and what is said about it besides the method
     "joint-ridge": "upper bound",
     "joint": "upper bound",
-    "tpl-plus": "",
+    "tpl-plus-grown": "the default: adapters grow",
+    "tpl-plus": "adapters of one size",
     "tpl-plus-former": "former defaults: one view",
     "tpl": "",
     "row": "",
@@ -115,7 +116,8 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "slca": "",
     "ease": "",
 }
-KINDS = "-first", "-best", "-former"  # ends of such a NAME that are no part of the method's name
+KINDS = "-first", "-best", "-grown", "-former"  # ends of such a NAME that are no part of the method's name
+BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 NOT_RUN = "not run"
@@ -372,7 +374,7 @@ def front_table() -> list[str]:
     """Accuracy, and what a method costs on a CPU; the number of class orders or seeds in parentheses."""
 
     def cifar(method: str) -> str:
-        found = [run for _, run in rows_of("c100-10t", FRONT, "ranpac-first" if method == "ranpac" else method)]
+        found = [run for _, run in rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))]
         lasts = [run.summary["last"] for run in found or [RunResult.read(BASELINES / method)]]
         return f"{shown(lasts)} ({len(lasts)})"
 

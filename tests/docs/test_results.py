@@ -64,6 +64,9 @@ def copied(recipe: ModuleType, results: Path, name: str, order: str, **changes: 
     (place / "results.json").write_text(json.dumps(content))
 
 
+PLUS = "`tpl-plus`, adapters of one size"
+
+
 def rows(lines: list[str]) -> dict[str, list[str]]:
     return {cells[1]: cells for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])}
 
@@ -72,20 +75,20 @@ def test_a_row_without_runs_says_so(recipe: ModuleType, made: Path) -> None:
     found = rows(recipe.benchmark_table("t-5t"))
     assert found["`anacp`"][4] == found["`joint`, upper bound"][4] == "not run"
     assert found["&emsp;`tpl-plus`, expert alone"][4] == "not run"  # neither parts nor an ablation
-    assert found["`tpl-plus`"][:5] == [
-        "ViT-tiny (a22e9b36)", "`tpl-plus`", "1", "8 epochs, rate 0.01 cosine, flip augmentation", "70.00",
+    assert found[PLUS][:5] == [
+        "ViT-tiny (a22e9b36)", PLUS, "1", "8 epochs, rate 0.01 cosine, flip augmentation", "70.00",
     ]  # fmt: skip
     assert rows(recipe.benchmark_table("c10-5t"))["every method"][4] == "not run"
-    assert [line.split("|")[7].strip() for line in recipe.overview_table() if "| `tpl-plus` |" in line] == ["70.00 (1)"]
+    assert [line.split("|")[7].strip() for line in recipe.overview_table() if f"| {PLUS} |" in line] == ["70.00 (1)"]
 
 
 def test_the_better_bound_of_either_split_counts(recipe: ModuleType, made: Path) -> None:
     copied(recipe, made, "joint", "natural", options={"epochs": 3}, last=0.95)
-    assert rows(recipe.benchmark_table("t-5t"))["`tpl-plus`"][7] == "–"
+    assert rows(recipe.benchmark_table("t-5t"))[PLUS][7] == "–"
     assert "joint, 3 epochs, not a bound" in rows(recipe.benchmark_table("t-5t"))
     copied(recipe, made, "joint-ridge", "natural", options={"epochs": 10}, last=0.9)
     found = rows(recipe.benchmark_table("t-5t"))
-    assert found["`tpl-plus`"][7] == "20.00" and found["`joint-ridge`, upper bound"][7] == "–"
+    assert found[PLUS][7] == "20.00" and found["`joint-ridge`, upper bound"][7] == "–"
     assert any("| `joint-ridge`, upper bound |" in line and "as T-5T |" in line for line in recipe.overview_table())
 
 

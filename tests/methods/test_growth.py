@@ -109,8 +109,11 @@ def test_a_failure_while_growing_changes_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_view_of_a_removed_task_keeps_its_adapters() -> None:
-    """The expert of tpl-plus uses the first task's model also when that task is gone and the adapters have grown."""
-    options = GROWING | {"random_features": 64, "expert_views": "first"}
+    """The expert of tpl-plus uses the first task's model also when that task is gone and the adapters have grown.
+
+    They grow by default, which those of tpl do not.
+    """
+    options = OPTIONS | {"random_features": 64, "expert_views": "first"}
     learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **options)
     for number in range(6):
         learner.learn(task(number))

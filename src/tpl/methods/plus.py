@@ -26,6 +26,7 @@ from tpl.config import option
 from tpl.engine import Compute, Samples
 from tpl.errors import TplError
 from tpl.methods.bank import ForwardPass, Outputs, Query, TaskModel, within_tasks
+from tpl.methods.bank.protect import GROWTHS, WHEN_FULL
 from tpl.methods.base import KEEP, UNKNOWN, Answers, LeftOut, register, seeded, task_of_class
 from tpl.methods.parts.closed_form import ClosedForm
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
@@ -59,6 +60,12 @@ class PlusConfig(RidgeConfig, TPLConfig):
         "outputs for replayed images: one for each of their classes; single: one for all (tpl)",
         ("per_class", "single"),
         group="training",
+    )
+    grow_adapters: str = option(
+        WHEN_FULL,
+        "new tasks get a further set of adapters when 90 % of the units are in use; never: as in tpl",
+        GROWTHS,
+        group="masks",
     )
     expert_views: str = option(
         SEVERAL,
@@ -472,7 +479,7 @@ class TPLPlus(TPL):
 
     def rejection_floor(self) -> float:
         """The smallest share that rests on counted images, and not on extrapolation or nothing."""
-        return super().rejection_floor() if self.closed_ is None else 1 / (1 + len(self.closed_.known_scores))
+        return super().rejection_floor() if self.closed_ is None else self.closed_.smallest_share
 
     def stored_vectors(self) -> tuple[Tensor, Tensor] | None:
         """Those of the closed form, which models of few images have."""

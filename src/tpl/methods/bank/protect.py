@@ -24,7 +24,7 @@ EMBEDDING_BOUND = 6.0  # after every step HAT's embedding is clamped to +-6
 COSH_BOUND = 50.0  # cosh(50) still fits float32
 ALL_BLOCKS = "all"
 
-NEVER, WHEN_FULL = "never", "when_full"
+GROWTHS = NEVER, WHEN_FULL = "never", "when_full"  # of the adapters
 
 Scale = float | Tensor
 
@@ -69,7 +69,7 @@ class ProtectConfig(Config):
     grow_adapters: str = option(
         NEVER,
         "when_full: a further set of adapters, once 90 % of the units are in use; never: as in the paper",
-        (NEVER, WHEN_FULL),
+        GROWTHS,
         group="masks",
     )
     supermask: float = option(0.5, "supsup: the share of an adapter's weights that a task uses", above=0, group="masks")
