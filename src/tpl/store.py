@@ -29,6 +29,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -56,6 +57,7 @@ VERSION = re.compile(r"\d+\.json|\.\d+\.json\.partial")
 LARGE_PARTS = f"{SHARED}-", f"{MEMORY}-"  # how files of one large tensor begin
 LARGEST_HEADER = 16 << 20  # bytes: a hundred thousand classes take a few megabytes
 SPARSE = 100  # a file this many times larger than its room on disk is no file of a model
+WRITERS = 4  # files written at a time
 
 _DIRECTORY, _NO_LINK, _NO_WAIT = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
 _DESCRIPTORS = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # not on Windows: names are checked there
@@ -339,14 +341,17 @@ class ModelStore:
         self._refuse_links("tasks")
         make_folder(target.parent)
         partial.mkdir()
-        written = {}
-        for name, tensors in parts.items():
-            content, file = save(_checked(_on_cpu(tensors))), Path(name).name
+
+        def write(name: str) -> tuple[str, str]:
+            content, file = save(_checked(_on_cpu(parts[name]))), Path(name).name
             checksum = hashlib.sha256(content).hexdigest()
             stored = self._stored(checksum, known) if file.startswith(LARGE_PARTS) else None
             if stored is None:
                 write_synced(partial / file, content)
-            written[name] = stored or name, checksum
+            return stored or name, checksum
+
+        with ThreadPoolExecutor(WRITERS) as pool:  # one hashes while another waits for the disk
+            written = dict(zip(parts, pool.map(write, parts), strict=True))
         sync_folder(partial)
         partial.rename(target)
         sync_folder(target.parent)

@@ -59,6 +59,36 @@ def test_task_by_task_is_all_at_once() -> None:
     torch.testing.assert_close(parts.unknown_scores(test), whole.unknown_scores(test), rtol=1e-6, atol=1e-8)
 
 
+def test_many_samples_are_chosen_on_some_of_them_and_all_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen decides a temperature or two; left out, and so calibrated on, is every stored sample."""
+    z, y = blobs(40)
+    monkeypatch.setattr(closed_form, "CHOSEN_ON", 50)
+    some = learned(z, y)
+    again = ClosedForm.from_state(some.state())
+    for found in (some, again):
+        labels, left_out = found.measured()
+        assert len(labels) == len(left_out) == len(found.calibration.known_scores) == len(y)
+    assert torch.equal(again.calibration.left_out, some.calibration.left_out)
+    assert float((left_out.argmax(dim=1) == labels).double().mean()) > 0.8
+
+
+def test_few_more_samples_of_many_are_added_exactly_and_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y = blobs(40)
+    test, _ = blobs(10, seed=1)
+    monkeypatch.setattr(closed_form, "CHOSEN_ON", 50)
+    whole, parts = learned(z, y), learned(z[:-10], y[:-10])
+    chosen = parts.ridge.strength, parts.ridge.temperature, parts.shrunk, parts.sharpness, parts.sureness
+    parts.update(z[-10:], y[-10:])
+    assert chosen == (parts.ridge.strength, parts.ridge.temperature, parts.shrunk, parts.sharpness, parts.sureness)
+    torch.testing.assert_close(parts.ridge.gram, whole.ridge.gram)
+    torch.testing.assert_close(parts.statistics.scatter, whole.statistics.scatter)
+    whole.ridge.strength, whole.ridge.temperature, whole.shrunk, whole.sharpness, whole.sureness = chosen
+    whole.ridge._solve()
+    whole = ClosedForm.from_state(whole.state())
+    torch.testing.assert_close(parts.log_probabilities(test), whole.log_probabilities(test))
+    torch.testing.assert_close(parts.unknown_scores(test), whole.unknown_scores(test))
+
+
 def test_which_vectors_are_stored_does_not_depend_on_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_form, "STORED", 20)
     z, y = blobs(30)
@@ -122,7 +152,7 @@ def test_few_samples_give_the_same_by_their_inner_products(each: int, monkeypatc
     assert few.ridge.strength == by_features.ridge.strength
     for found, wanted in (
         (few.ridge.weights, by_features.ridge.weights),
-        (few.left_out, by_features.left_out),
+        (few.calibration.left_out, by_features.calibration.left_out),
         (few.log_probabilities(test), by_features.log_probabilities(test)),
         (few.unknown_scores(test), by_features.unknown_scores(test)),
     ):

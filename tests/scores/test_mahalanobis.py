@@ -241,5 +241,7 @@ def test_a_triangle_is_all_of_a_symmetric_matrix(size: int) -> None:
     triangle = packed(whole)
     assert torch.equal(triangle, torch.cat([rounded[row, row:] for row in range(size)]))
     assert torch.equal(unpacked(triangle, size), whole)
-    with pytest.raises(ValueError, match="cannot assign"):
+    with pytest.raises(ValueError, match="does not fit"):
         unpacked(torch.cat([triangle, triangle[:1]]), size)
+    with pytest.raises(ValueError, match="does not fit"):
+        unpacked(triangle[1:], size)

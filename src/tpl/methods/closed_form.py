@@ -115,7 +115,7 @@ class ClosedFormExperts(Method):
 
     def rejection_floor(self) -> float:
         """The smallest share that rests on counted images and not on extrapolation: one in all of them, plus one."""
-        return 1 / (1 + len(self.learned.known_scores))
+        return self.learned.smallest_share
 
     def state(self) -> State:
         """The classifier's tensors."""

@@ -6,6 +6,7 @@ import hashlib
 import socket
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -339,13 +340,16 @@ def _packaged(name: str) -> Encoder:
     """
     packaged, made = PACKAGED[name], packaged_record(name)
     content = packaged.weights.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    try:
-        state = _as_float32(load(content))
-    except SafetensorError as error:
-        raise EncoderError(f"{packaged.weights} cannot be read as weights: {error}") from error
+    with ThreadPoolExecutor(1) as pool:
+        hashing = pool.submit(hashlib.sha256, content)  # on another core, while the network is made
+        try:
+            state = _as_float32(load(content))
+        except SafetensorError as error:
+            raise EncoderError(f"{packaged.weights} cannot be read as weights: {error}") from error
+        network = _with_weights(name, _empty(name), state, packaged.weights)
+        sha256 = hashing.result().hexdigest()
     return ViTEncoder(
-        _with_weights(name, _empty(name), state, packaged.weights),
+        network,
         name,
         sha256,
         dict(packaged.data_config),

@@ -5,9 +5,9 @@
 `P_lda` is linear discriminant analysis of unit features with a shrunk covariance, `P_ridge` ridge regression on random
 features (`parts.ridge`). Both follow from sums over samples, so tasks in any order give the result of all data at once,
 and the sums of two models can be added. Temperatures, the ridge's strength and how far the covariance is shrunk are
-chosen by leave-one-out, in closed form: each stored feature vector is classified by all other samples. Some feature
-vectors of every class are stored for that, all of them while there are few; which ones does not depend on the order of
-arrival.
+chosen by leave-one-out, in closed form: each stored feature vector is classified by all other samples; of many vectors,
+500 decide. Some feature vectors of every class are stored for that, all of them while there are few; which ones does
+not depend on the order of arrival.
 
 Leave-one-out also calibrates the unknown score, pooled over classes. An image looks known if its features point to a
 class's mean, are near to it under the covariance, and the ridge regression is sure of a class.
@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.methods.parts.added_ridge import add_sums
-from tpl.methods.parts.ridge import STRENGTHS, RandomRidge, RidgeConfig, Trial, cross_entropies, leave_one_out
+from tpl.methods.parts.ridge import STRENGTHS, STRIDE, RandomRidge, RidgeConfig, Trial, cross_entropies, leave_one_out
 from tpl.scores.calibration import graded_p_values
 from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
 
@@ -39,7 +39,10 @@ SHARPNESS: tuple[float, ...] = tuple(2.0 ** (e / 4) for e in range(-40, 9))  # i
 USUAL = 0.1, 0.1, 0.5  # inverse temperature of LDA, temperature of the ridge, inverse temperature of the product
 PRIOR = 0.25  # nats that half or twice the usual inverse temperature costs; the penalty is quadratic in log2
 RULES = RidgeConfig(ridge_criterion="error")
-START = STRENGTHS[5]  # of the search for the ridge's strength
+START, START_OF_MANY = STRENGTHS[5], STRENGTHS[8]  # of the search for the ridge's strength: few samples, and many
+MANY = 100  # samples
+CHOSEN_ON = 500  # samples at most, each left out, that decide what is to be chosen
+FEW_MORE = 0.1  # share of the samples there are: so many more do not change what was chosen on `CHOSEN_ON`
 SAME_SUMS = 1e-9  # relative difference of sums over the same samples
 SMALLEST = 1e-6  # of what remains of a sample's own influence
 SAME_PICTURE = 1e-9  # 1 - cosine of the features of a picture, computed twice among different others
@@ -166,6 +169,14 @@ class Discriminant:
         return -0.5 * torch.where(own, squared * (count / (count - 1)).square().unsqueeze(1), squared)
 
 
+class Calibration(NamedTuple):
+    """What follows from stored vectors, each of them left out."""
+
+    left_out: Tensor  # log P of their classes, [n, classes]
+    typical: Tensor  # means and deviations of the unknown score's three parts, [2, 3]
+    known_scores: Tensor  # how well known they look; sorted
+
+
 class ClosedForm:
     """Discriminant analysis times ridge regression, with an unknown score; `parts.first_task.Classifier`."""
 
@@ -179,9 +190,7 @@ class ClosedForm:
         self.sharpness = USUAL[0]  # inverse temperature of the discriminant analysis
         self.sureness = USUAL[2]  # inverse temperature of the product, which would be too sure of itself
         self.discriminant: Discriminant | None = None
-        self.left_out = torch.zeros(0, 0, dtype=torch.float64, device=device)  # log P of stored vectors, left out
-        self.typical = torch.zeros(2, 3, dtype=torch.float64, device=device)  # means and deviations of its three parts
-        self.known_scores = torch.zeros(0, dtype=torch.float64, device=device)  # of stored vectors, left out; sorted
+        self._calibration: Calibration | None = None  # computed when it is asked for
 
     @classmethod
     def drawn(cls, dim: int, width: int, generator: torch.Generator, device: torch.device) -> Self:
@@ -195,14 +204,27 @@ class ClosedForm:
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator | None = None) -> None:
         """Add samples; labels may include new classes."""
-        found = self.statistics.add(_unit(z), y)
-        self.statistics = found._replace(scatter=mirror(found.scatter))
-        self._store(z, y)
+        self._count(z, y)
         self._fit(z, y)
 
     def update(self, z: Tensor, y: Tensor) -> None:
-        """Add more samples; the result is the same as if all had come at once."""
-        self.learn(z, y)
+        """Add more samples of known classes; the sums are the same as if all had come at once.
+
+        What is chosen by leave-one-out stays if there are many samples, and few more.
+        """
+        few = len(self.labels) > CHOSEN_ON and len(y) <= FEW_MORE * len(self.labels)
+        self._count(z, y)
+        if few:
+            self.ridge.update(z, y)
+            self.discriminant, self._calibration = Discriminant(self.statistics, self.shrunk), None
+        else:
+            self._fit(z, y)
+
+    def _count(self, z: Tensor, y: Tensor) -> None:
+        """Add samples to all but the ridge regression."""
+        found = self.statistics.add(_unit(z), y)
+        self.statistics = found._replace(scatter=mirror(found.scatter))
+        self._store(z, y)
 
     def merge(self, other: ClosedForm) -> None:
         """Add the sums of a classifier with the same random features, whose classes follow these."""
@@ -271,47 +293,68 @@ class ClosedForm:
 
     def _fit(self, z: Tensor, y: Tensor) -> None:
         """Add samples to the ridge regression, then choose its strength and all temperatures by leave-one-out."""
-        rows = self._rows() if self.classes > 1 else self.labels[:0]
-        known, labels = self.features[rows], self.labels[rows]
-        self.ridge.strength, self.ridge.temperature = START, USUAL[1]
-        if len(rows):
-            self.ridge.learn_whole(z, y, known, labels)
+        rows = self._rows()
+        count = min(len(rows), CHOSEN_ON)
+        some = rows[torch.arange(count, device=rows.device) * len(rows) // max(count, 1)]  # of all classes, evenly
+        known, labels = self.features[some], self.labels[some]
+        self.ridge.strength, self.ridge.temperature = START_OF_MANY if len(rows) > MANY else START, USUAL[1]
+        predicted = None
+        if self.classes > 1 and len(some):
+            predicted = self.ridge.learn_whole(z, y, known, labels)
         else:
             self.ridge.update(z, y)
-        self._derive(choose=True)
-
-    def _derive(self, choose: bool) -> None:
-        """Compute what follows from sums and stored vectors; if `choose`, also what is chosen by leave-one-out."""
-        rows = self._rows()
-        z, y = self.features[rows], self.labels[rows]
-        if choose:
-            self._choose(_unit(z), y)
-        self.discriminant = Discriminant(self.statistics, self.shrunk)
-        logits, predicted = self.discriminant.left_out(_unit(z), y), self.ridge.left_out(z, y)
-        if choose and len(rows) and self.classes > 1:
+        if predicted is None:
+            predicted = self.ridge.left_out(known, labels)
+        self.discriminant = self._choose(_unit(known), labels)
+        logits = self.discriminant.left_out(_unit(known), labels)
+        if self.classes > 1 and len(some):
             self.sureness = 1.0
-            self.sureness, _ = _sharpness(self._joined(logits, predicted), y, USUAL[2])
-        self.left_out = self._joined(logits, predicted)
+            self.sureness, _ = _sharpness(self._joined(logits, predicted), labels, USUAL[2])
+        # Few samples are left out already; of many, not all may be needed.
+        self._calibration = self._calibrated(rows, logits, predicted) if len(some) == len(rows) else None
+
+    @property
+    def calibration(self) -> Calibration:
+        """What follows from stored vectors, each left out in turn."""
+        if self._calibration is None:
+            assert self.discriminant is not None
+            rows = self._rows()
+            z, y = self.features[rows], self.labels[rows]
+            self._calibration = self._calibrated(
+                rows, self.discriminant.left_out(_unit(z), y), self.ridge.left_out(z, y)
+            )
+        return self._calibration
+
+    @property
+    def smallest_share(self) -> float:
+        """The smallest share of known samples that can be counted: one of all that can be left out, and a new one."""
+        return 1 / (1 + len(self._rows()))
+
+    def _calibrated(self, rows: Tensor, logits: Tensor, predicted: Tensor) -> Calibration:
+        """The calibration, given both classifiers' outputs for stored vectors that are left out."""
+        z, y = self.features[rows], self.labels[rows]
         parts = _largest(self._cosines(z, y), logits, predicted) if len(rows) else logits.new_zeros(1, 3)
         deviations = parts.std(dim=0, correction=0)
-        self.typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
-        self.known_scores = (self._known(parts) if len(rows) else parts[:0, 0]).sort().values
+        typical = torch.stack([parts.mean(dim=0), torch.where(deviations > 0, deviations, 1.0)])
+        known = (_known(parts, typical) if len(rows) else parts[:0, 0]).sort().values
+        return Calibration(self._joined(logits, predicted), typical, known)
 
-    def _choose(self, x: Tensor, y: Tensor) -> None:
+    def _choose(self, x: Tensor, y: Tensor) -> Discriminant:
         """Set how far the covariance is shrunk and the temperature, by unit features that are left out."""
         self.shrunk, self.sharpness, self.sureness = SHRUNK_AT_LEAST[0], USUAL[0], USUAL[2]
-        if not len(x) or self.classes < 2:
-            return
         tried = {self.shrunk: Discriminant(self.statistics, self.shrunk)}
+        if not len(x) or self.classes < 2:
+            return tried[self.shrunk]
         more = [least for least in SHRUNK_AT_LEAST if least > tried[self.shrunk].share]  # others change nothing
         tried |= {least: Discriminant(self.statistics, least) for least in more}
         found = {least: _sharpness(each.left_out(x, y), y, USUAL[0]) for least, each in tried.items()}
         self.shrunk = max(found, key=lambda least: found[least][1])
         self.sharpness, _ = found[self.shrunk]
+        return tried[self.shrunk]
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """The classes of stored vectors, and log P(class) for each by all other samples, `[n, classes]`."""
-        return self.labels[self._rows()], self.left_out
+        return self.labels[self._rows()], self.calibration.left_out
 
     # Answers
 
@@ -332,12 +375,8 @@ class ClosedForm:
         """
         assert self.discriminant is not None
         parts = _largest(self._cosines(z), self.discriminant.nearness(_unit(z)), self.ridge.predicted(z))
-        return 1 - graded_p_values(self._known(parts), self.known_scores)
-
-    def _known(self, parts: Tensor) -> Tensor:
-        """How well known samples look: a weighted sum of the parts, each in units of its spread over stored vectors."""
-        scaled = (parts - self.typical[0]) / self.typical[1]
-        return scaled @ torch.tensor(KNOWN_WEIGHTS, dtype=scaled.dtype, device=scaled.device)
+        _, typical, known_scores = self.calibration
+        return 1 - graded_p_values(_known(parts, typical), known_scores)
 
     def _cosines(self, z: Tensor, y: Tensor | None = None) -> Tensor:
         """Cosines to every class's mean; with `y`, samples that are part of the means are left out of them."""
@@ -372,7 +411,7 @@ class ClosedForm:
         # Classifiers of earlier versions have no third number.
         found.sharpness, found.sureness, shrunk = (*state["sharpness"].tolist(), SHRUNK_AT_LEAST[0])[:3]
         found.shrunk = min(max(shrunk, 0.0), 1.0)
-        found._derive(choose=False)
+        found.discriminant = Discriminant(found.statistics, found.shrunk)
         return found
 
 
@@ -389,6 +428,12 @@ def _largest(cosines: Tensor, nearness: Tensor, predicted: Tensor) -> Tensor:
     return torch.stack([part.amax(dim=1) for part in (cosines, nearness, predicted)], dim=1)
 
 
+def _known(parts: Tensor, typical: Tensor) -> Tensor:
+    """How well known samples look: a weighted sum of the parts, each in units of its spread over stored vectors."""
+    scaled = (parts - typical[0]) / typical[1]
+    return scaled @ torch.tensor(KNOWN_WEIGHTS, dtype=scaled.dtype, device=scaled.device)
+
+
 def same_features(a: ClosedForm, b: ClosedForm) -> bool:
     """Whether two classifiers have the same random features, so that their sums can be added."""
     mine, others = a.ridge.projections[0], b.ridge.projections[0]
@@ -398,13 +443,18 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
 def _sharpness(logits: Tensor, y: Tensor, usual: float) -> tuple[float, float]:
     """The most likely inverse temperature of logits of samples that were left out, and its log-likelihood.
 
-    With few samples it is near the usual one.
+    With few samples it is near the usual one. The likelihood has one maximum: a coarse search comes first.
     """
-    likelihoods = -cross_entropies(logits, [1 / value for value in SHARPNESS], y).sum(dim=1)
-    penalties = [PRIOR * math.log2(value / usual) ** 2 for value in SHARPNESS]
-    posterior = likelihoods - torch.tensor(penalties, dtype=likelihoods.dtype).to(likelihoods)
-    best = int(posterior.argmax())
-    return SHARPNESS[best], float(posterior[best])
+
+    def best(values: tuple[float, ...]) -> tuple[float, float]:
+        likelihoods = -cross_entropies(logits, [1 / value for value in values], y).sum(dim=1)
+        penalties = [PRIOR * math.log2(value / usual) ** 2 for value in values]
+        posterior = likelihoods - torch.tensor(penalties, dtype=likelihoods.dtype).to(likelihoods)
+        place = int(posterior.argmax())
+        return values[place], float(posterior[place])
+
+    near = SHARPNESS.index(best(SHARPNESS[::STRIDE])[0])
+    return best(SHARPNESS[max(near - STRIDE, 0) : near + STRIDE + 1])
 
 
 def _unit(z: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -58,13 +59,24 @@ class RidgeConfig(Config):
     logit_adjustment: bool = option(True, "answer as if all classes had equally many images", group="ridge classifier")
 
 
-class Trial(NamedTuple):
-    """The result of one ridge strength on samples that are held out, or left out one by one."""
+class Fit(NamedTuple):
+    """A temperature, and every sample's cross-entropy at it."""
 
-    error: float  # mean square
-    entropies: Tensor  # of each sample, at the temperature with the smallest mean
+    entropies: Tensor
     temperature: float
-    weights: Tensor
+
+
+class Trial:
+    """What one ridge strength predicts for samples that are held out, or left out one by one."""
+
+    def __init__(self, weights: Tensor, predicted: Tensor, target: Tensor, fit: Callable[[Tensor], Fit]) -> None:
+        self.weights, self.predicted, self._fit = weights, predicted, fit
+        self.error = float((predicted - target).square().mean())
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The temperature with the smallest mean cross-entropy: it takes longer than all the rest."""
+        return self._fit(self.predicted)
 
 
 def features_for(samples: int, most: int = LARGEST) -> int:
@@ -145,17 +157,19 @@ class RandomRidge:
             self._add(z[held], y[held])
         self._solve()
 
-    def learn_whole(self, z: Tensor, y: Tensor, known: Tensor, labels: Tensor) -> None:
+    def learn_whole(self, z: Tensor, y: Tensor, known: Tensor, labels: Tensor) -> Tensor | None:
         """Add a task; ridge and temperature are chosen on `known` samples of all classes, which are part of the sums.
 
-        Each of them is predicted by the classifier of all others (leave-one-out, in closed form).
+        Each of them is predicted by the classifier of all others (leave-one-out, in closed form). Returns these
+        predictions, which are those of `left_out`, if there was anything to choose.
         """
         self._add(z, y)
         chosen = self._choose(known, labels, inside=True) if self.classes > 1 else None
         if chosen is None:
             self._solve()
-        else:
-            self.weights = chosen
+            return None
+        self.weights = chosen.weights
+        return chosen.predicted
 
     def update(self, z: Tensor, y: Tensor) -> None:
         """Add more samples of known classes; the result is the same as if they had been there from the start."""
@@ -216,8 +230,8 @@ class RandomRidge:
         mirror(self.gram)
         return to_features
 
-    def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Tensor | None:
-        """Set the ridge strength and temperature that fit these samples best. Returns the classifier found with them.
+    def _choose(self, z: Tensor, y: Tensor, inside: bool) -> Trial | None:
+        """Set the ridge strength and temperature that fit these samples best. Returns what was found with them.
 
         `inside`: the samples are part of the sums. The search moves from the last strength to better neighbours.
         """
@@ -233,8 +247,9 @@ class RandomRidge:
         if not trials:
             return None
         self.strength = STRENGTHS[place]
-        self.temperature = trials[self.strength].temperature
-        return trials[self.strength].weights
+        best = trials[self.strength]
+        self.temperature = best.fit.temperature
+        return best
 
     def _attempts(self, hidden: Tensor, y: Tensor, inside: bool) -> Callable[[float], Trial | None]:
         """What one strength after the other gives on samples; None where the ridge is too weak for rounding."""
@@ -253,10 +268,10 @@ class RandomRidge:
         predicted, target = self.outputs(hidden, weights), F.one_hot(y, self.classes).double()
         if influence is not None:
             predicted = leave_one_out(predicted, influence, target)
-        return Trial(float((predicted - target).square().mean()), *self._fit_temperature(predicted, y), weights)
+        return Trial(weights, predicted, target, lambda outputs: self._fit_temperature(outputs, y))
 
-    def _fit_temperature(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        """Every sample's cross-entropy at the temperature with the smallest mean, and that temperature.
+    def _fit_temperature(self, predicted: Tensor, y: Tensor) -> Fit:
+        """The temperature with the smallest mean cross-entropy.
 
         With thousands of classes, of every few samples one: a temperature takes a pass over all classes of each.
         """
@@ -270,7 +285,7 @@ class RandomRidge:
 
         _, near = least(TEMPERATURES[::STRIDE])
         entropies, best = least(TEMPERATURES[max(near - STRIDE, 0) : near + STRIDE + 1])
-        return entropies, TEMPERATURES[best]
+        return Fit(entropies, TEMPERATURES[best])
 
     def _best(self, trials: dict[float, Trial]) -> float:
         """The strength with the smallest squared error, among those whose cross-entropy is about the smallest.
@@ -280,8 +295,9 @@ class RandomRidge:
         """
         if self.config.ridge_criterion == "error":
             return min(trials, key=lambda strength: trials[strength].error)
-        least = min(trials.values(), key=lambda trial: float(trial.entropies.mean()))
-        more = {strength: trial.entropies - least.entropies for strength, trial in trials.items()}
+        entropies = {strength: trial.fit.entropies for strength, trial in trials.items()}
+        least = min(entropies.values(), key=lambda each: float(each.mean()))
+        more = {strength: each - least for strength, each in entropies.items()}
         open_ = [s for s, d in more.items() if float(d.mean()) <= float(d.std(correction=0)) * len(d) ** -0.5]
         return min(open_, key=lambda strength: trials[strength].error)
 
