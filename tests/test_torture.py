@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torture import (
     faults,
@@ -31,6 +32,15 @@ from tpl import files, store
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists() or not hasattr(os, "fork"), reason="needs Linux")
 
 Part = Callable[[int, int, Path], Tally]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A copy of this process, made by fork, would wait for ever for torch's other threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore")
