@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from common_checks import threads
 from torture import (
     faults,
     flips,
@@ -37,10 +37,8 @@ Part = Callable[[int, int, Path], Tally]
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """A copy of this process, made by fork, would wait for ever for torch's other threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore")

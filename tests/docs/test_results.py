@@ -18,6 +18,8 @@ from tpl.methods.plus import PlusConfig
 
 ROOT = Path(__file__).parents[2]
 
+PLUS = "`tpl-plus`, adapters of one size"
+
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
@@ -62,9 +64,6 @@ def copied(recipe: ModuleType, results: Path, name: str, order: str, **changes: 
     place.mkdir(parents=True)
     (place / "run.json").write_text(json.dumps(description))
     (place / "results.json").write_text(json.dumps(content))
-
-
-PLUS = "`tpl-plus`, adapters of one size"
 
 
 def rows(lines: list[str]) -> dict[str, list[str]]:

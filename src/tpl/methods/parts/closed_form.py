@@ -25,7 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpl.methods.parts.added_ridge import add_sums
-from tpl.methods.parts.ridge import STRENGTHS, STRIDE, RandomRidge, RidgeConfig, Trial, cross_entropies, leave_one_out
+from tpl.methods.parts.ridge import (
+    STRENGTHS,
+    RandomRidge,
+    RidgeConfig,
+    Trial,
+    coarse_to_fine,
+    cross_entropies,
+    leave_one_out,
+)
 from tpl.scores.calibration import graded_p_values
 from tpl.scores.distances import ClassStatistics, mirror, oas_share, packed, unpacked, without_row
 
@@ -305,8 +313,9 @@ class ClosedForm:
             self.ridge.update(z, y)
         if predicted is None:
             predicted = self.ridge.left_out(known, labels)
-        self.discriminant = self._choose(_unit(known), labels)
-        logits = self.discriminant.left_out(_unit(known), labels)
+        x = _unit(known)
+        self.discriminant = self._choose(x, labels)
+        logits = self.discriminant.left_out(x, labels)
         if self.classes > 1 and len(some):
             self.sureness = 1.0
             self.sureness, _ = _sharpness(self._joined(logits, predicted), labels, USUAL[2])
@@ -443,18 +452,17 @@ def same_features(a: ClosedForm, b: ClosedForm) -> bool:
 def _sharpness(logits: Tensor, y: Tensor, usual: float) -> tuple[float, float]:
     """The most likely inverse temperature of logits of samples that were left out, and its log-likelihood.
 
-    With few samples it is near the usual one. The likelihood has one maximum: a coarse search comes first.
+    With few samples it is near the usual one.
     """
 
-    def best(values: tuple[float, ...]) -> tuple[float, float]:
+    def best(values: tuple[float, ...]) -> tuple[int, tuple[float, float]]:
         likelihoods = -cross_entropies(logits, [1 / value for value in values], y).sum(dim=1)
         penalties = [PRIOR * math.log2(value / usual) ** 2 for value in values]
         posterior = likelihoods - torch.tensor(penalties, dtype=likelihoods.dtype).to(likelihoods)
         place = int(posterior.argmax())
-        return values[place], float(posterior[place])
+        return place, (values[place], float(posterior[place]))
 
-    near = SHARPNESS.index(best(SHARPNESS[::STRIDE])[0])
-    return best(SHARPNESS[max(near - STRIDE, 0) : near + STRIDE + 1])
+    return coarse_to_fine(SHARPNESS, best)
 
 
 def _unit(z: Tensor) -> Tensor:

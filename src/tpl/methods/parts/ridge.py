@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,12 @@ STRENGTHS = tuple(10.0**e for e in range(-8, 2))  # of the ridge, in units of G'
 TEMPERATURES = tuple(2.0 ** (e / 8) for e in range(-72, 17))
 MOST_CELLS = 8_000_000  # samples times classes that temperatures are compared on
 CELLS_AT_ONCE = 1_000_000  # of all temperatures together: few samples take one call instead of dozens
-STRIDE = 4  # of the coarse search over temperatures: the entropy has one minimum
+STRIDE = 4  # of a coarse search, over temperatures for one: the entropy has one minimum
 # Of `add_view`, chosen on held-out images of CIFAR-100: see docs/beyond-evidence.md.
 MAP_STRENGTH = 0.1  # ridge of the map to a new view, in units of the mean diagonal
 SHRINKAGE = 10  # stored samples of a class at which half of their mean residual is believed
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,15 @@ def cross_entropies(outputs: Tensor, temperatures: Sequence[float], y: Tensor, o
         logits = (outputs / some.view(-1, 1, 1) - offsets).flatten(0, 1)
         found.append(F.cross_entropy(logits, y.repeat(len(some)), reduction="none").view(len(some), -1))
     return torch.cat(found)
+
+
+def coarse_to_fine(values: tuple[float, ...], best: Callable[[tuple[float, ...]], tuple[int, Found]]) -> Found:
+    """What `best` finds in a part of `values` that has the best of all; it returns its place there, and the finding.
+
+    Every few values are tried first: what is searched for must have one optimum.
+    """
+    near = STRIDE * best(values[::STRIDE])[0]
+    return best(values[max(near - STRIDE, 0) : near + STRIDE + 1])[1]
 
 
 def held_out_rows(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -278,14 +289,12 @@ class RandomRidge:
         step = -(-predicted.numel() // MOST_CELLS) or 1
         predicted, y = predicted[::step], y[::step]
 
-        def least(temperatures: tuple[float, ...]) -> tuple[Tensor, int]:
+        def least(temperatures: tuple[float, ...]) -> tuple[int, Fit]:
             found = cross_entropies(predicted, temperatures, y, self._offsets())
             best = int(found.mean(dim=1).argmin())
-            return found[best], TEMPERATURES.index(temperatures[best])
+            return best, Fit(found[best], temperatures[best])
 
-        _, near = least(TEMPERATURES[::STRIDE])
-        entropies, best = least(TEMPERATURES[max(near - STRIDE, 0) : near + STRIDE + 1])
-        return Fit(entropies, TEMPERATURES[best])
+        return coarse_to_fine(TEMPERATURES, least)
 
     def _best(self, trials: dict[float, Trial]) -> float:
         """The strength with the smallest squared error, among those whose cross-entropy is about the smallest.
