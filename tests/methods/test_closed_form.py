@@ -89,6 +89,32 @@ def test_few_more_samples_of_many_are_added_exactly_and_change_no_choice(monkeyp
     torch.testing.assert_close(parts.unknown_scores(test), whole.unknown_scores(test))
 
 
+def test_choices_are_made_again_when_there_are_a_tenth_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the last choice, not from the last task: many small tasks do not put it off for ever."""
+    z, y = blobs(40)
+    last = y == CLASSES - 1
+    monkeypatch.setattr(closed_form, "CHOSEN_ON", 50)
+    parts = learned(z[~last], y[~last])
+    rows = torch.nonzero(last).squeeze(1)
+    for chosen_with, more in ((160, rows[:8]), (160, rows[8:16]), (180, rows[16:20]), (180, rows[20:30])):
+        parts.learn(z[more], y[more])
+        parts = ClosedForm.from_state(parts.state())
+        assert parts.chosen_with == chosen_with
+
+
+def test_a_classifier_of_an_early_version_is_loaded_and_chooses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y = blobs(40)
+    monkeypatch.setattr(closed_form, "CHOSEN_ON", 50)
+    whole = learned(z, y)
+    for numbers in (2, 3):
+        state = whole.state()
+        found = ClosedForm.from_state(state | {"sharpness": state["sharpness"][:numbers]})
+        assert found.chosen_with == 0
+        assert (found.sharpness, found.sureness) == (whole.sharpness, whole.sureness)
+        found.learn(z[:1], y[:1])
+        assert found.chosen_with == len(y) + 1
+
+
 def test_which_vectors_are_stored_does_not_depend_on_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_form, "STORED", 20)
     z, y = blobs(30)

@@ -225,6 +225,43 @@ def test_held_out_images_say_how_far_bank_and_expert_count(small_stream: Stream,
     assert method.exponents == (1.0, OPTIONS["expert_weight"])
 
 
+@pytest.mark.parametrize("passes", ["auto", "1", "0"])
+def test_held_out_images_are_shown_to_the_queried_tasks_alone(small_stream: Stream, passes: str) -> None:
+    """The exponents are fitted to answers as they are given: by the queried tasks, of images whose task is queried."""
+    learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"passes": passes, "epochs": 1}))
+    for task in small_stream[:2]:
+        learner.learn(task, held_out=0)
+    method = learner.method
+    assert isinstance(method, TPLPlus)
+    tests = [task.test for task in small_stream[:2] if task.test is not None]
+    pixels = torch.cat([method.preprocess.batch(images) for images in tests])
+    numbers = torch.cat([torch.tensor(images.labels) + 2 * t for t, images in enumerate(tests)])
+    method._fit_exponents(pixels, numbers)
+    owner, common = task_of_class(method.task_classes_), method.common_features(pixels)
+    expert = method.expert_log_probabilities(common)
+    queried = method.tasks_to_query(expert, "auto" if passes == "0" else passes)
+    outputs = method.outputs(pixels)
+    scores = method.task_scores(outputs, common)
+    images = 0
+    likelihoods = torch.zeros_like(method.balance_.likelihoods)
+    for row, number in enumerate(numbers.tolist()):
+        tasks = queried[row].nonzero().squeeze(1)
+        if int(owner[number]) not in tasks.tolist():
+            continue
+        images += 1
+        classes = torch.nonzero(torch.isin(owner, tasks)).squeeze(1)
+        alone = scores[row : row + 1].clone()
+        alone[:, ~queried[row]] = -torch.inf
+        of_task = method.task_log_probabilities(alone)[0, owner[classes]]
+        within = torch.cat([outputs[t].logits[row, :2].double().log_softmax(dim=0) for t in tasks.tolist()])
+        for i, a in enumerate(method.balance_.bank_exponents):
+            for j, w in enumerate(method.balance_.expert_grid):
+                log_p = (a * (of_task + within) + w * expert[row, classes]).log_softmax(dim=0)
+                likelihoods[i, j] += log_p[int((classes == number).nonzero())]
+    assert 0 < images == method.balance_.images
+    torch.testing.assert_close(method.balance_.likelihoods, likelihoods)
+
+
 def test_an_update_adds_held_out_images(small_stream: Stream) -> None:
     learner = Learner("tpl-plus", SMALL_VIT, device="cpu", **(OPTIONS | {"epochs": 1}))
     learner.learn(small_stream[0], held_out=0.25)

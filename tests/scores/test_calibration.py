@@ -41,20 +41,23 @@ def applied(affine: Tensor, scores: Tensor) -> Array:
     return (affine[0] * scores + affine[1]).numpy()
 
 
-def by_hand(scores: Array, owner: Array, steps: int = 100, lr: float = 0.01, momentum: float = 0.8) -> Array:
-    """Gradient descent with momentum, gradients written out."""
-    n, tasks = scores.shape
-    affine, velocity = np.stack([np.ones(tasks), np.zeros(tasks)]), np.zeros((2, tasks))
-    for _ in range(steps):
-        slope = (scipy.special.softmax(affine[0] * scores + affine[1], axis=1) - np.eye(tasks)[owner]) / n
-        velocity = momentum * velocity + np.stack([(slope * scores).sum(axis=0), slope.sum(axis=0)])
-        affine = affine - lr * velocity
-    return affine
+def descended(scores: Tensor, owner: Tensor, weights: Tensor | None = None) -> Tensor:
+    """100 steps of torch's own gradient descent with momentum, gradients by autograd."""
+    affine = torch.stack([torch.ones(scores.shape[1]), torch.zeros(scores.shape[1])]).double().requires_grad_(True)
+    optimiser = torch.optim.SGD([affine], lr=0.01, momentum=0.8)
+    for _ in range(100):
+        optimiser.zero_grad()
+        losses = F.cross_entropy(affine[0] * scores + affine[1], owner, reduction="none")
+        (losses if weights is None else losses * weights).mean().backward()
+        optimiser.step()
+    return affine.detach()
 
 
-def test_scores_are_fitted_as_by_a_loop_written_out() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scores_are_fitted_as_by_autograd(weighted: bool) -> None:
     scores, owner = task_scores()
-    np.testing.assert_allclose(calibrate_scores(scores, owner).numpy(), by_hand(scores.numpy(), owner.numpy()))
+    weights = torch.linspace(0.5, 1.5, len(owner), dtype=torch.float64) if weighted else None
+    torch.testing.assert_close(calibrate_scores(scores, owner, weights), descended(scores, owner, weights))
 
 
 def test_starts_from_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,11 +270,26 @@ class TPLPlus(TPL):
         return super().measure(held) if self._measured is None else self._measured
 
     def _fit_exponents(self, pixels: Tensor, numbers: Tensor, common: Tensor | None = None) -> None:
-        """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes."""
-        if len(numbers) and len(self.classes_) > 1:
-            common = self.common_features(pixels) if common is None else common
+        """Fit the exponents to images that neither the bank nor the expert was trained on, given their classes.
+
+        If answers do not query all tasks, the fit does not either: it then costs the same with any number of tasks.
+        Images count whose own task is among those that are queried.
+        """
+        if not len(numbers) or len(self.classes_) < 2:
+            return
+        common = self.common_features(pixels) if common is None else common
+        expert = self.expert_log_probabilities(common)
+        if self.config.passes == ALL:
             bank = self.log_probabilities_of(self._outputs_beside(common, pixels), common=common)
-            self.balance_ = self.balance_.updated(bank, self.expert_log_probabilities(common), numbers)
+        else:
+            queried = self.tasks_to_query(expert, AUTO if self.config.passes == NO_TASK else self.config.passes)
+            run = self._run_queried(pixels, common, queried)
+            bank = self._bank_of_queried(run, queried, self._dense_scores(run))
+            possible = queried[:, task_of_class(self.task_classes_).to(queried.device)]
+            expert = expert.masked_fill(~possible, -torch.inf)
+            own = possible.gather(1, numbers.unsqueeze(1)).squeeze(1)
+            bank, expert, numbers = bank[own], expert[own], numbers[own]
+        self.balance_ = self.balance_.updated(bank, expert, numbers)
 
     @property
     def exponents(self) -> tuple[float, float]:
@@ -380,7 +395,10 @@ class TPLPlus(TPL):
         common = self.common_features(pixels)
         if KEEP in want or self.config.passes == ALL or (UNKNOWN in want and not self._knows_queried_tasks):
             return ForwardPass(self._outputs_beside(common, pixels), common, by=self)
-        queried = self.tasks_to_query(self.expert_log_probabilities(common))
+        return self._run_queried(pixels, common, self.tasks_to_query(self.expert_log_probabilities(common)))
+
+    def _run_queried(self, pixels: Tensor, common: Tensor, queried: Tensor) -> ForwardPass:
+        """The outputs of the tasks that are queried with each image, `[n, tasks]`; those of views are there already."""
         views, none = self._view_tasks, common.new_zeros(0, self.encoder.dim)
         outputs = [Outputs(none, none.new_zeros(0, model.own)) for model in self.bank.tasks]
         queries = []
@@ -430,17 +448,23 @@ class TPLPlus(TPL):
         if self.config.passes == ALL:
             bank = self.log_probabilities_of(run.outputs, scores, run.common)
             return (a * bank + w * expert).log_softmax(dim=1)
+        bank = a * self._bank_of_queried(run, queried, scores)
+        possible = queried[:, task_of_class(self.task_classes_).to(queried.device)]
+        return (bank.masked_fill(~possible, NEVER) + w * expert).log_softmax(dim=1)
+
+    def _bank_of_queried(self, run: ForwardPass, queried: Tensor, scores: Tensor) -> Tensor:
+        """The bank's log P(class | image) if only the queried tasks are possible; 0 for classes of all others."""
         owner = task_of_class(self.task_classes_).to(scores.device)
         if run.queried is None:
             within = within_tasks(run.outputs)
         else:
-            within, first = torch.zeros_like(expert), 0
+            within, first = scores.new_zeros(len(scores), len(owner)), 0
             for t, each in enumerate(run.outputs):
                 if len(each.logits):
                     within[queried[:, t], first : first + each.logits.shape[1]] = within_tasks([each])
                 first += each.logits.shape[1]
-        bank = a * (within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner])
-        return (bank.masked_fill(~queried[:, owner], NEVER) + w * expert).log_softmax(dim=1)
+        bank = within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner]
+        return bank.masked_fill(~queried[:, owner], 0.0)
 
     def parts(self, passes: Sequence[ForwardPass], answers: Answers) -> dict[str, Tensor]:
         """log P(class | image) by the expert alone and by the bank alone."""
@@ -449,27 +473,28 @@ class TPLPlus(TPL):
         bank = self.log_probabilities_of(joined.outputs, answers.scores, joined.common)
         return {"expert": self.expert_log_probabilities(joined.common), "bank": bank}
 
-    def tasks_to_query(self, expert: Tensor) -> Tensor:
+    def tasks_to_query(self, expert: Tensor, passes: str | None = None) -> Tensor:
         """Which tasks are queried with each image, `[n, tasks]`, given the expert's log-probabilities of classes.
 
         Tasks come in the order of their most probable class: among thousands of classes, the sum over a task says more
         about the many improbable ones (docs/scale.md). Tasks whose models are views of the expert are always included:
-        their outputs are there already.
+        their outputs are there already. `passes` replaces the option of that name.
         """
+        passes = self.config.passes if passes is None else passes
         owner = task_of_class(self.task_classes_).to(expert.device)
         count = len(self.task_classes_)
         share = torch.zeros(expert.shape[0], count, dtype=torch.float64, device=expert.device)
         share.index_add_(1, owner, expert.exp())
-        if self.config.passes in (ALL, NO_TASK):
-            return torch.full_like(share, self.config.passes == ALL, dtype=torch.bool)
+        if passes in (ALL, NO_TASK):
+            return torch.full_like(share, passes == ALL, dtype=torch.bool)
         best = torch.full_like(share, -torch.inf).scatter_reduce_(1, owner.expand_as(expert), expert, "amax")
         _, order = best.sort(dim=1, descending=True)
         ranked = share.gather(1, order)
-        if self.config.passes == AUTO:
+        if passes == AUTO:
             wanted = ranked.cumsum(dim=1) - ranked < self.config.passes_mass  # up to the one that reaches it
             wanted[:, MOST_QUERIED:] = False
         else:
-            wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(self.config.passes)
+            wanted = torch.arange(count, device=expert.device).expand_as(ranked) < int(passes)
         queried = torch.zeros_like(wanted).scatter(1, order, wanted)
         for task in self._view_tasks:
             queried[:, task] = True

@@ -50,7 +50,7 @@ RULES = RidgeConfig(ridge_criterion="error")
 START, START_OF_MANY = STRENGTHS[5], STRENGTHS[8]  # of the search for the ridge's strength: few samples, and many
 MANY = 100  # samples
 CHOSEN_ON = 500  # samples at most, each left out, that decide what is to be chosen
-FEW_MORE = 0.1  # share of the samples there are: so many more do not change what was chosen on `CHOSEN_ON`
+FEW_MORE = 0.1  # share of the samples there were: so many more do not change what was chosen on `CHOSEN_ON`
 SAME_SUMS = 1e-9  # relative difference of sums over the same samples
 SMALLEST = 1e-6  # of what remains of a sample's own influence
 SAME_PICTURE = 1e-9  # 1 - cosine of the features of a picture, computed twice among different others
@@ -197,6 +197,7 @@ class ClosedForm:
         self.shrunk = SHRUNK_AT_LEAST[0]  # the least share of the identity in the covariance
         self.sharpness = USUAL[0]  # inverse temperature of the discriminant analysis
         self.sureness = USUAL[2]  # inverse temperature of the product, which would be too sure of itself
+        self.chosen_with = 0.0  # samples there were when the three above and the ridge's strength were chosen
         self.discriminant: Discriminant | None = None
         self._calibration: Calibration | None = None  # computed when it is asked for
 
@@ -211,28 +212,22 @@ class ClosedForm:
         return len(self.statistics.counts)
 
     def learn(self, z: Tensor, y: Tensor, generator: torch.Generator | None = None) -> None:
-        """Add samples; labels may include new classes."""
-        self._count(z, y)
-        self._fit(z, y)
+        """Add samples; labels may include new classes. The sums are the same as if all had come at once.
 
-    def update(self, z: Tensor, y: Tensor) -> None:
-        """Add more samples of known classes; the sums are the same as if all had come at once.
-
-        What is chosen by leave-one-out stays if there are many samples, and few more.
+        What is chosen by leave-one-out stays, if there are many samples, until there are a tenth more of them.
         """
-        few = len(self.labels) > CHOSEN_ON and len(y) <= FEW_MORE * len(self.labels)
-        self._count(z, y)
-        if few:
+        found = self.statistics.add(_unit(z), y)
+        self.statistics = found._replace(scatter=mirror(found.scatter))
+        self._store(z, y)
+        if len(self.labels) > CHOSEN_ON and int(self.statistics.seen) <= (1 + FEW_MORE) * self.chosen_with:
             self.ridge.update(z, y)
             self.discriminant, self._calibration = Discriminant(self.statistics, self.shrunk), None
         else:
             self._fit(z, y)
 
-    def _count(self, z: Tensor, y: Tensor) -> None:
-        """Add samples to all but the ridge regression."""
-        found = self.statistics.add(_unit(z), y)
-        self.statistics = found._replace(scatter=mirror(found.scatter))
-        self._store(z, y)
+    def update(self, z: Tensor, y: Tensor) -> None:
+        """Add more samples of known classes."""
+        self.learn(z, y)
 
     def merge(self, other: ClosedForm) -> None:
         """Add the sums of a classifier with the same random features, whose classes follow these."""
@@ -319,6 +314,7 @@ class ClosedForm:
         if self.classes > 1 and len(some):
             self.sureness = 1.0
             self.sureness, _ = _sharpness(self._joined(logits, predicted), labels, USUAL[2])
+        self.chosen_with = float(self.statistics.seen)
         # Few samples are left out already; of many, not all may be needed.
         self._calibration = self._calibrated(rows, logits, predicted) if len(some) == len(rows) else None
 
@@ -404,7 +400,7 @@ class ClosedForm:
         found = {f"ridge.{name}": part for name, part in self.ridge.state(whole).items()}
         found |= {f"unit.{name}": part for name, part in self.statistics._asdict().items()}
         found["unit.scatter"] = packed(self.statistics.scatter)
-        chosen = torch.tensor([self.sharpness, self.sureness, self.shrunk], dtype=torch.float64)
+        chosen = torch.tensor([self.sharpness, self.sureness, self.shrunk, self.chosen_with], dtype=torch.float64)
         return found | {"features": self.features, "labels": self.labels, "sharpness": chosen}
 
     @classmethod
@@ -417,9 +413,10 @@ class ClosedForm:
         parts["scatter"] = unpacked(parts["scatter"], len(ridge["projection"]))
         found.statistics = ClassStatistics(**parts)
         found.features, found.labels = state["features"], state["labels"]
-        # Classifiers of earlier versions have no third number.
-        found.sharpness, found.sureness, shrunk = (*state["sharpness"].tolist(), SHRUNK_AT_LEAST[0])[:3]
-        found.shrunk = min(max(shrunk, 0.0), 1.0)
+        # Classifiers of earlier versions have two or three numbers.
+        chosen = state["sharpness"].tolist()
+        found.sharpness, found.sureness, shrunk, chosen_with = chosen + [SHRUNK_AT_LEAST[0], 0.0][len(chosen) - 2 :]
+        found.shrunk, found.chosen_with = min(max(shrunk, 0.0), 1.0), chosen_with
         found.discriminant = Discriminant(found.statistics, found.shrunk)
         return found
 
