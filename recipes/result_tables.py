@@ -119,6 +119,7 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
 KINDS = "-first", "-best", "-grown", "-former"  # ends of such a NAME that are no part of the method's name
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
+WITH_PARTS = "tpl-plus-grown", "tpl-plus"  # rows that are followed by those of their parts
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 NOT_RUN = "not run"
 
@@ -342,7 +343,7 @@ def benchmark_table(benchmark: str) -> list[str]:
                 numbers = [shown([run.summary[key] for run in runs]) for key in ("last", "aia", "til")]
                 behind = _behind(bound, [run.summary["last"] for run in runs], name)
                 yield [f"{title} ({sha})", label(name, runs), str(len(runs)), recipe(runs[0]), *numbers, behind]
-                for part in PARTS if name == "tpl-plus" else ():
+                for part in PARTS if name in WITH_PARTS else ():
                     of = part_lasts(found, part)
                     numbers = [shown([each.get(key) for each in of]) for key in ("last", "aia", "til")]
                     cells = [*numbers, _behind(bound, [each["last"] for each in of], name)]
@@ -415,7 +416,7 @@ def overview_table() -> list[str]:
                 "–".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if epochs else "–",
                 *cells,
             ]
-            for part in PARTS if name == "tpl-plus" else ():
+            for part in PARTS if name in WITH_PARTS else ():
                 cells = tuple(lasts_of(benchmark, name, part)[0] for benchmark in BENCHMARKS)
                 yield [f"&emsp;`tpl-plus`, {part} alone", "", *cells]
         paper = {row.name: f"{row.last:.2f} (5)" for row in load_rows() if row.last is not None}

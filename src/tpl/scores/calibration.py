@@ -48,7 +48,7 @@ def equal_shares(classes: Tensor) -> Tensor | None:
 def _on_cpu(fit: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Run a fit on the CPU and move its result to the device of its tensors.
 
-    A fit has hundreds of tiny steps, each of which would cost several kernel launches on a GPU.
+    An optimiser has hundreds of tiny steps, each of which would cost dozens of kernel launches on a GPU.
     """
 
     @wraps(fit)
@@ -69,7 +69,6 @@ def _cross_entropy(logits: Tensor, truth: Tensor, weights: Tensor | None) -> Ten
     return (F.cross_entropy(logits, truth, reduction="none") * weights).mean()
 
 
-@_on_cpu
 def calibrate_scores(scores: Tensor, tasks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Scale and shift per task, `[2, T]`, from scores `[n, T]` of samples with known tasks `[n]`.
 

@@ -301,9 +301,10 @@ class NearestNeighbours(Score):
         for start, block in zip(count(0, BLOCK), in_blocks(z, BLOCK), strict=False):
             cosines = block @ self.bank_.T
             if skip is not None:
-                rows = torch.nonzero(skip[start : start + BLOCK] >= 0).squeeze(1)
-                # With a bank of one, the sample itself is all there is.
-                cosines[rows, skip[start + rows]] = -torch.inf if len(self.bank_) > 1 else 1.0
+                place = skip[start : start + BLOCK].unsqueeze(1)
+                itself = -torch.inf if len(self.bank_) > 1 else 1.0  # with a bank of one, it is all there is
+                kept = cosines.gather(1, place.clamp_min(0)).masked_fill(place >= 0, itself)
+                cosines.scatter_(1, place.clamp_min(0), kept)
             nearest = (2 - 2 * cosines.topk(k, dim=1).values).clamp_min(0)  # distances of the k nearest alone
             parts.append(torch.where(nearest.isfinite(), nearest, 0).amax(dim=1))
         squared = torch.cat(parts)

@@ -220,7 +220,7 @@ def use_memory(
     `outputs[t]` are features and logits of the memory under task t, `tasks` and `labels` those of its images. Scores
     with and without the kNN term are not comparable: if one task lacks images of others, all are without it.
     """
-    has_others = all(bool((tasks != t).any()) for t in range(len(scores)))
+    has_others = len(tasks) > int(tasks.bincount(minlength=1).max())
     for t, (score, (features, _)) in enumerate(zip(scores, outputs, strict=True)):
         others = (tasks != t) if has_others else torch.zeros_like(tasks, dtype=torch.bool)
         score.refresh(features[tasks == t], features[others], labels[others])
