@@ -5,6 +5,10 @@ other, as `tpl learn` would, with `passes=auto`; every few tasks the model is me
 of the last three; milliseconds of an answer the best of some repeats; on a CPU, all are of the processor. The model is
 saved after every task, and keeps five older versions. Accuracy is on unseen images, two a class.
 
+A processor that is shared may be half as fast a minute later, so ratios are measured in turns: copies of the model as
+it was learn the 5th and the last task again and again (on a CPU; on a GPU each would compile first), and the models of
+10 and of all tasks answer.
+
 python benchmarks/growth.py --json benchmarks/growth-compact-cpu.json --picture growth.svg    # minutes on one core
 python benchmarks/growth.py --device cuda --encoder vit_tiny_patch16_224 --weights FILE --images 100 --memory 2000
 """
@@ -29,6 +33,8 @@ import numpy as np
 SIZE, CELLS, NOISE = 32, 4, 40.0  # pixels of an image, cells of a class's pattern, deviation of the noise
 CLASSES = 2  # of a task
 TESTED = 2  # unseen images of each class
+TURNS = 9
+EARLY, TEN = 5, 10  # tasks that the last task, and answers after it, are compared with
 POINTS = [2, 5, 10, 20, 50, 100]
 CURVES = {
     "learn_s": "seconds to learn the task",
@@ -68,11 +74,14 @@ def main() -> None:
             profile = cProfile.Profile() if number == options.profile else None
             seconds.append(timed(partial(learner.learn, task), learner, profile))
             saving = timed(lambda: learner.save(folder / "model"), learner)
+            if number in (EARLY - 2, TEN, max(options.tasks) - 2):
+                learner.save(folder / f"at-{number}")
             if number in options.tasks:
                 points.append({"tasks": number, "learn_s": round(statistics.median(seconds[-3:]), 4)})
                 points[-1] |= {"save_s": round(saving, 4)} | measured(learner, folder / "model", number, options)
                 print(json.dumps(points[-1]), flush=True)
             (folder / "measured.json").write_text(json.dumps([points, seconds]), encoding="utf-8")
+        ratios = in_turns(learner, folder, points, options)
     result = {
         "encoder": options.encoder,
         "method": "tpl-plus",
@@ -81,9 +90,7 @@ def main() -> None:
         "classes_of_a_task": CLASSES,
         "points": points,
         "seconds_of_every_task": [round(s, 4) for s in seconds],
-        "learning_last_over_fifth": ratio(points, "learn_s", 5),
-        "answering_last_over_tenth": ratio(points, "answer_ms_batch", 10),
-        "answering_alone_last_over_tenth": ratio(points, "answer_ms_single", 10),
+        **ratios,
         "environment": describe_environment(learner.method.compute.device),
     }
     if options.json:
@@ -135,13 +142,7 @@ def measured(learner: Any, model: Path, tasks: int, options: argparse.Namespace)
     """One point of every curve but that of learning."""
     from tpl import Learner
 
-    tests = [generated(number, TESTED, "test") for number in range(1, tasks + 1)]
-    pixels = [learner.prepare(task.train) for task in tests]
-    truth = [name for task in tests for name in task.classes for _ in range(TESTED)]
-    import torch
-
-    whole = torch.cat(pixels)
-    batch = whole[torch.linspace(0, len(whole) - 1, 64).long()]
+    whole, batch, truth = tested(learner, tasks)
     answered: list[Any] = []
     evaluation = timed(lambda: answered.extend(learner.answers_of(whole)), learner)
     disk = sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
@@ -183,10 +184,57 @@ def best(work: Callable[[], Any], learner: Any, repeats: int) -> float:
     return min([timed(work, learner) for _ in range(repeats + 1)][1:])
 
 
-def ratio(points: list[dict[str, Any]], name: str, tasks: int) -> float | None:
-    """The last point over the one at so many tasks."""
-    found = [point[name] for point in points if point["tasks"] == tasks]
-    return round(points[-1][name] / found[0], 3) if found and found[0] else None
+def tested(learner: Any, tasks: int) -> tuple[Any, Any, list[str]]:
+    """Unseen images of so many tasks, 64 of them evenly, and the classes of all."""
+    import torch
+
+    tests = [generated(number, TESTED, "test") for number in range(1, tasks + 1)]
+    whole = torch.cat([learner.prepare(task.train) for task in tests])
+    batch = whole[torch.linspace(0, len(whole) - 1, 64).long()]
+    return whole, batch, [name for task in tests for name in task.classes for _ in range(TESTED)]
+
+
+def in_turns(learner: Any, folder: Path, points: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """How many times as long the last task takes as the 5th, and an answer after it as one after ten tasks."""
+    from tpl import Learner
+
+    def again(tasks: int) -> float:
+        """Seconds to learn a task, by a copy of the model that has learned the one before."""
+        copy = Learner.load(folder / f"at-{tasks - 2}", options.weights, options.device)
+        copy.learn(generated(tasks - 1, options.images, "train"))
+        return timed(partial(copy.learn, generated(tasks, options.images, "train")), copy)
+
+    last, found = points[-1]["tasks"], {}
+    learned = {point["tasks"]: [point["learn_s"]] for point in points}
+    if learner.method.compute.device.type == "cpu" and (folder / f"at-{EARLY - 2}").exists():
+        learned = alternating({tasks: partial(again, tasks) for tasks in (EARLY, last)})
+        found["learning_in_turns_s"] = learned
+    if EARLY in learned:
+        found["learning_last_over_fifth"] = over(learned[last], learned[EARLY])
+    if (folder / f"at-{TEN}").exists():
+        models = {TEN: Learner.load(folder / f"at-{TEN}", options.weights, options.device), last: learner}
+        batches = {tasks: tested(model, tasks)[1] for tasks, model in models.items()}
+        for name, count in (("answering", 64), ("answering_alone", 1)):
+            calls = {n: partial(timed, partial(m.answers_of, batches[n][:count]), m) for n, m in models.items()}
+            for call in calls.values():
+                call()  # does not count
+            seconds = alternating(calls)
+            found[f"{name}_last_over_tenth"] = over(seconds[last], seconds[TEN])
+    return found
+
+
+def alternating(calls: dict[int, Callable[[], float]]) -> dict[int, list[float]]:
+    """The seconds of each call, all in turns."""
+    found: dict[int, list[float]] = {name: [] for name in calls}
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            found[name].append(round(call(), 5))
+    return found
+
+
+def over(these: list[float], others: list[float]) -> float:
+    """The ratio of two medians."""
+    return round(statistics.median(these) / statistics.median(others), 3)
 
 
 def draw(points: list[dict[str, Any]], file: Path) -> None:

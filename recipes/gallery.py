@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "c100"
 BASELINES = RUNS / "baselines-vit-tiny-natural"
 STUDY = RUNS / "study-vit-tiny-natural" / "study.json"
-GROWTH = {"compact, two CPU cores": "growth-compact-cpu.json", "ViT-tiny, one H200": "growth-vit-tiny-h200.json"}
+GROWTH = {"compact, two CPU cores": "growth-compact-cpu.json", "ViT-tiny, one H200": "growth-vit-tiny-grown-h200.json"}
 BENCHMARK = "digits-5t"
 INK, QUIET = PAGE.ink, 0.72
 
