@@ -204,7 +204,8 @@ def in_turns(learner: Any, folder: Path, points: list[dict[str, Any]], options: 
         copy.learn(generated(tasks - 1, options.images, "train"))
         return timed(partial(copy.learn, generated(tasks, options.images, "train")), copy)
 
-    last, found = points[-1]["tasks"], {}
+    last: int = points[-1]["tasks"]
+    found: dict[str, Any] = {}
     learned = {point["tasks"]: [point["learn_s"]] for point in points}
     if learner.method.compute.device.type == "cpu" and (folder / f"at-{EARLY - 2}").exists():
         learned = alternating({tasks: partial(again, tasks) for tasks in (EARLY, last)})
@@ -215,7 +216,10 @@ def in_turns(learner: Any, folder: Path, points: list[dict[str, Any]], options: 
         models = {TEN: Learner.load(folder / f"at-{TEN}", options.weights, options.device), last: learner}
         batches = {tasks: tested(model, tasks)[1] for tasks, model in models.items()}
         for name, count in (("answering", 64), ("answering_alone", 1)):
-            calls = {n: partial(timed, partial(m.answers_of, batches[n][:count]), m) for n, m in models.items()}
+            calls: dict[int, Callable[[], float]] = {
+                tasks: partial(timed, partial(model.answers_of, batches[tasks][:count]), model)
+                for tasks, model in models.items()
+            }
             for call in calls.values():
                 call()  # does not count
             seconds = alternating(calls)
