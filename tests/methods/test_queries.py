@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
+from elsewhere import ELSEWHERE, elsewhere
 from tpl.engine import choose_compute
 from tpl.methods.bank import Bank, Query
-from tpl.methods.bank.bank import CPUInference, PerTaskInference, QueryPart, RowInference, _grouped
+from tpl.methods.bank import bank as bank_module
+from tpl.methods.bank.bank import CPUInference, PerTaskInference, QueryPart, RowInference, _filled_up, _grouped
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.nets import Encoder, ResNetEncoder, ViTEncoder, create_encoder
 from tpl.stream.preprocess import Preprocess
@@ -44,6 +47,16 @@ def add_task(bank: Bank, generator: torch.Generator) -> None:
         kept = bank.protection.kept(bank.adapters.weights, model.embedding.detach())
         model.embedding = nn.Parameter(kept, requires_grad=False)
     bank.add(model)
+
+
+def grow(bank: Bank) -> None:
+    """Each task gets a set of adapters of its own, with other weights."""
+    for number, model in enumerate(bank.tasks[1:], start=1):
+        bank.sets.append(copy.deepcopy(bank.adapters))
+        model.adapter_set = number
+        with torch.no_grad():
+            for parameter in bank.sets[-1].parameters():
+                parameter.mul_(1 + number)
 
 
 def some_pixels(count: int, size: int = 32) -> Tensor:
@@ -140,6 +153,28 @@ def test_rows_that_gather_norms_and_masks_are_those_of_the_loop(pixels: Tensor) 
     assert_close(by_bank(bank, pixels[:90]), by_loop(bank, pixels[:90]))  # 270 pairs: two passes
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_tasks_with_adapters_of_their_own_share_passes(
+    replayed: bool, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes are replays of a CUDA graph, a few rows of every set fill one; elsewhere a set has its own."""
+    monkeypatch.setattr(bank_module, "ROWS", 32)
+    with elsewhere(recording=replayed):
+        encoder = small_vit()
+        bank = new_bank(encoder, ELSEWHERE.type)
+        grow(bank)
+        inference = bank._inference
+        assert isinstance(inference, RowInference)
+        few = [QueryPart(t, t, torch.arange(2 + t)) for t in range(TASKS)]
+        assert len(list(inference.batches(few, 5))) == (1 if replayed else TASKS)
+        asked = pixels[:21].to(ELSEWHERE)
+        found, expected = by_bank(bank, asked), by_loop(bank, asked)
+        assert_close([each.cpu() for each in found], [each.cpu() for each in expected])
+        if replayed:
+            (some,) = bank.query(asked, [Query(1, torch.tensor([3, 20]))])
+            assert torch.equal(some.features.cpu(), found[1].cpu()[[3, 20]])
+
+
 def test_a_network_from_scratch_is_asked_task_by_task() -> None:
     bank = new_bank(ResNetEncoder(8))
     for model in bank.tasks:
@@ -174,14 +209,20 @@ def test_passes_are_filled_up_and_nothing_is_lost() -> None:
     pieces = [QueryPart(0, 0, torch.arange(5)), QueryPart(1, 2, torch.arange(3)), QueryPart(2, 1, torch.arange(1))]
     groups = [[(p.number, p.task, p.rows.tolist()) for p in group] for group in _grouped(pieces, 4)]
     assert groups == [[(0, 0, [0, 1, 2, 3])], [(0, 0, [4]), (1, 2, [0, 1, 2])], [(2, 1, [0])]]
+    assert [len(part.rows) for part in _filled_up(pieces, 4)] == [5, 3, 1, 3]
+    assert _filled_up(pieces, 3) == pieces
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("protect", ["hat", "supsup"])
+@pytest.mark.parametrize("protect", ["hat", "supsup", "hat, grown"])
 def test_on_a_gpu_too_a_pair_has_the_same_bits_in_any_company(precision: str, protect: str, pixels: Tensor) -> None:
-    bank = new_bank(create_encoder("compact"), "cuda", precision, protect=protect)
+    bank = new_bank(create_encoder("compact"), "cuda", precision, protect=protect.split(",")[0])
+    alone = bank.outputs(pixels, 0).features
+    if protect.endswith("grown"):
+        grow(bank)
+        assert torch.equal(bank.outputs(pixels, 0).features, alone)  # nor does it change with growth
     together = by_bank(bank, pixels)
     assert_close(together, by_loop(bank, pixels), 1e-3 if precision == "fp32" else 0.05)
     for t in range(TASKS):

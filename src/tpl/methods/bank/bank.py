@@ -6,10 +6,10 @@ earlier task uses, so an old task's features never change: with binary masks not
 
 A query runs one task's model on some images. Many queries are run in batches whose rows are pairs of an image and a
 task; the tokens of an image below the first block that tasks adapt, the same for all tasks, are computed once. On a GPU
-every batch has the same number
-of rows and is the replay of one CUDA graph: a pair's features have the same bits in any batch. On a CPU a batch has as
-many rows as keep it busy, and features are the same up to rounding: matrix libraries choose kernels by the number of
-rows, and some kernels add in another order.
+every batch has the same number of rows and is the replay of one CUDA graph: a pair's features have the same bits in any
+batch. Tasks with different sets of adapters share a batch, of which every group of a few rows has one set. On a CPU a
+batch has as many rows as keep it busy, and features are the same up to rounding: matrix libraries choose kernels by the
+number of rows, and some kernels add in another order.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from tpl.methods.bank.protect import PROTECTIONS, WHEN_FULL, ProtectConfig
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
+GROUP = 8  # rows of a pass on a GPU that share a set of adapters
+FILLER = -1  # instead of a query's number: rows that fill a group up
 TOKENS = 8192  # of a pass on a CPU: more is no faster, and with fewer two threads wait for each other too often
 NEARLY_FULL = 0.95  # share of weights that are frozen: a warning
 FULL = 0.9  # share of units in use: with `grow_adapters=when_full` the next task gets a further set of adapters
@@ -542,7 +544,8 @@ class SharedInference(BankInference):
             for together in self.batches(parts, tokens.shape[1]):
                 features = self.run(tokens, together)
                 for part, rows in zip(together, features.split([len(p.rows) for p in together]), strict=True):
-                    found[part.number].append(rows)
+                    if part.number != FILLER:
+                        found[part.number].append(rows)
         return [torch.cat(each) for each in found]
 
     @abstractmethod
@@ -607,19 +610,23 @@ class CPUInference(SharedInference):
 
 
 class RowInference(SharedInference):
-    """Inference with norms and masks gathered per row; without unit masks, a pass has a single task."""
+    """Inference with norms and masks gathered per row, and adapters per group of rows.
+
+    A pass has a single task if the protection does not mask units, and a single set of adapters where it is not the
+    replay of a CUDA graph.
+    """
 
     def __init__(self, bank: Bank, encoder: ViTEncoder) -> None:
         super().__init__(bank, encoder)
         self._features = CapturedFunction(self._forward, bank.compute)
         self._plain = CapturedFunction(partial(encoder.plain_from, below=bank.below), bank.compute)
-        self._stacked: tuple[ModelVersion, Tensor, Tensor] | None = None
+        self._stacked: tuple[ModelVersion, Stacks] | None = None
 
     def _embed(self, images: Tensor) -> Tensor:
         return self.encoder.tokens(images, self.dtype, self.bank.below)
 
     def _forward(self, tokens: Tensor, norms: Tensor, *rest: Tensor) -> Tensor:
-        """Norms with an axis of rows are followed by masks and shared weights, others by a task's own weights."""
+        """Norms with an axis of rows are followed by masks and the groups' weights, others by a task's own weights."""
         masks, weights = (rest[0], rest[1:]) if norms.dim() == 4 else (None, rest)
         return self.encoder.from_tokens(tokens, norms, weights, masks)
 
@@ -628,26 +635,29 @@ class RowInference(SharedInference):
         return self.bank.unit_mask(0) is not None
 
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
-        """Passes with the same number of rows; with unit masks, of several tasks that share their adapters."""
-        if self._mixes:
-            sets: dict[int, list[QueryPart]] = {}
-            for part in parts:
-                sets.setdefault(self.bank.tasks[part.task].adapter_set, []).append(part)
-            return (group for own in sets.values() for group in _grouped(own, ROWS))
-        return (group for part in parts for group in _grouped([part], ROWS))
+        """Passes with the same number of rows; with unit masks, of several tasks and their sets of adapters."""
+        if not self._mixes:
+            return (group for part in parts for group in _grouped([part], ROWS))
+        sets: dict[int, list[QueryPart]] = {}
+        for part in parts:
+            sets.setdefault(self.bank.tasks[part.task].adapter_set, []).append(part)
+        if uses_cuda_graphs(self.bank.compute.device):
+            return _grouped([part for own in sets.values() for part in _filled_up(own, GROUP)], ROWS)
+        return (group for own in sets.values() for group in _grouped(own, ROWS))
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
         """One replay; the pass is filled up with rows of the first image."""
         device, bank = tokens.device, self.bank
         count = sum(len(part.rows) for part in parts)
-        size = ROWS if uses_cuda_graphs(device) else count
-        rows = torch.zeros(2, size, dtype=torch.long)  # image and task
+        replayed = uses_cuda_graphs(device)
+        rows = torch.zeros(2, ROWS if replayed else count, dtype=torch.long)  # image and task
         rows[0, :count] = torch.cat([part.rows for part in parts])
         rows[1, :count] = torch.cat([torch.full_like(part.rows, part.task) for part in parts])
         images, tasks = rows.to(device, non_blocking=True)
         if self._mixes:
-            norms, masks = self._stacks()
-            given = norms[tasks], masks[tasks], *bank.adapters_of(bank.tasks[parts[0].task]).weights
+            stacks = self._stacks()
+            groups = stacks.sets[tasks[:: GROUP if replayed else count]]
+            given = stacks.norms[tasks], stacks.masks[tasks], *(tensor[groups] for tensor in stacks.adapters)
         else:
             given = bank.tasks[parts[0].task].norms, *bank.weights(parts[0].task)
         return self._features(tokens[images], *given)[:count]
@@ -658,14 +668,32 @@ class RowInference(SharedInference):
         size = BLOCK if uses_cuda_graphs(tokens.device) else count
         return self._plain(torch.cat([tokens, tokens[:1].expand(size - count, -1, -1)]))[:count]
 
-    def _stacks(self) -> tuple[Tensor, Tensor]:
-        """Norms and masks of all tasks, `[tasks, ...]`."""
-        version = ModelVersion(self.bank, range(len(self.bank.tasks)))
+    def _stacks(self) -> Stacks:
+        """What passes gather from, as it is now."""
+        bank = self.bank
+        version = ModelVersion(bank, range(len(bank.tasks)))
         if self._stacked is None or self._stacked[0] != version:
-            masks = [self.bank.unit_mask(t) for t in range(len(self.bank.tasks))]
-            norms = torch.stack([model.norms for model in self.bank.tasks])
-            self._stacked = version, norms, torch.stack([mask for mask in masks if mask is not None])
-        return self._stacked[1:]
+            masks = [bank.unit_mask(t) for t in range(len(bank.tasks))]
+            layers = zip(*(each.weights for each in bank.sets), strict=True)
+            self._stacked = (
+                version,
+                Stacks(
+                    torch.stack([model.norms for model in bank.tasks]),
+                    torch.stack([mask for mask in masks if mask is not None]),
+                    torch.tensor([model.adapter_set for model in bank.tasks], device=bank.compute.device),
+                    [torch.stack(list(tensors)).to(self.dtype) for tensors in layers],
+                ),
+            )
+        return self._stacked[1]
+
+
+class Stacks(NamedTuple):
+    """Norms, masks and sets of adapters of all tasks, `[tasks, ...]`, and the sets' weights, `[sets, ...]`."""
+
+    norms: Tensor
+    masks: Tensor
+    sets: Tensor
+    adapters: list[Tensor]
 
 
 def _rows(tokens: int) -> int:
@@ -679,6 +707,12 @@ def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[Q
         own = torch.arange(count) if rows is None else rows[(rows >= start) & (rows < start + count)] - start
         if len(own):
             yield QueryPart(number, task, own)
+
+
+def _filled_up(parts: list[QueryPart], size: int) -> list[QueryPart]:
+    """Parts with a number of rows that is a multiple of `size`, the last of them a filler where one is needed."""
+    missing = -sum(len(part.rows) for part in parts) % size
+    return [*parts, QueryPart(FILLER, parts[-1].task, parts[-1].rows[:1].repeat(missing))] if missing else parts
 
 
 def _grouped(parts: list[QueryPart], limit: int) -> Iterator[list[QueryPart]]:
