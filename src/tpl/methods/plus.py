@@ -459,9 +459,10 @@ class TPLPlus(TPL):
             within = within_tasks(run.outputs)
         else:
             within, first = scores.new_zeros(len(scores), len(owner)), 0
-            for t, each in enumerate(run.outputs):
-                if len(each.logits):
-                    within[queried[:, t], first : first + each.logits.shape[1]] = within_tasks([each])
+            rows = run.queried.T.nonzero()[:, 1].split([len(each.logits) for each in run.outputs])
+            for own, each in zip(rows, run.outputs, strict=True):
+                if len(own):
+                    within[own, first : first + each.logits.shape[1]] = within_tasks([each])
                 first += each.logits.shape[1]
         bank = within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner]
         return bank.masked_fill(~queried[:, owner], 0.0)
@@ -613,9 +614,10 @@ def _dense(run: ForwardPass, value: Callable[[int, Outputs], Tensor]) -> Tensor:
     if run.queried is None:
         return torch.stack([value(t, each) for t, each in enumerate(run.outputs)], dim=1)
     dense = torch.full_like(run.queried, -torch.inf, dtype=torch.float64)
-    for t, each in enumerate(run.outputs):
-        if len(each.features):
-            dense[run.queried[:, t], t] = value(t, each)
+    values = [value(t, each) for t, each in enumerate(run.outputs) if len(each.features)]
+    if values:
+        tasks, rows = run.queried.T.nonzero(as_tuple=True)
+        dense[rows, tasks] = torch.cat(values)
     return dense
 
 

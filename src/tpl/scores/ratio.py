@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -217,13 +218,17 @@ def use_memory(
 ) -> bool:
     """Set every score's kNN banks from the memory; returns whether each has images of other tasks.
 
-    `outputs[t]` are features and logits of the memory under task t, `tasks` and `labels` those of its images. Scores
-    with and without the kNN term are not comparable: if one task lacks images of others, all are without it.
+    `outputs[t]` are features and logits of the memory under task t, `tasks` and `labels` those of its images, task by
+    task. Scores with and without the kNN term are not comparable: if one task lacks images of others, all are without
+    it.
     """
-    has_others = len(tasks) > int(tasks.bincount(minlength=1).max())
-    for t, (score, (features, _)) in enumerate(zip(scores, outputs, strict=True)):
-        others = (tasks != t) if has_others else torch.zeros_like(tasks, dtype=torch.bool)
-        score.refresh(features[tasks == t], features[others], labels[others])
+    sizes = tasks.bincount(minlength=len(scores)).tolist()
+    has_others = len(tasks) > max(sizes, default=0)
+    for score, (features, _), size, end in zip(scores, outputs, sizes, accumulate(sizes), strict=True):
+        others = (
+            torch.cat([rows[: end - size], rows[end:]])[: None if has_others else 0] for rows in (features, labels)
+        )
+        score.refresh(features[end - size : end], *others)
     return has_others
 
 
@@ -232,9 +237,11 @@ def memory_scores(scores: Sequence[LikelihoodRatio], outputs: Sequence[tuple[Ten
 
     Every image is in one of a task's two kNN banks, where it is not compared with itself.
     """
-    columns = []
-    for t, (score, own) in enumerate(zip(scores, outputs, strict=True)):
-        mine = tasks == t
-        places = [torch.where(side, torch.cumsum(side, dim=0) - 1, -1) for side in (mine, ~mine)]
-        columns.append(score.score_features(*own, *places))
+    sizes = tasks.bincount(minlength=len(scores)).unsqueeze(1)
+    starts, rows = sizes.cumsum(dim=0) - sizes, torch.arange(len(tasks), device=tasks.device)
+    own = tasks == torch.arange(len(scores), device=tasks.device).unsqueeze(1)
+    among_own = torch.where(own, rows - starts, -1)
+    among_others = torch.where(own, -1, torch.where(rows < starts, rows, rows - sizes))
+    places = zip(among_own, among_others, strict=True)
+    columns = [score.score_features(*seen, *at) for score, seen, at in zip(scores, outputs, places, strict=True)]
     return torch.stack(columns, dim=1)

@@ -536,8 +536,8 @@ class SharedInference(BankInference):
         """Block after block of images; in each, all queries, a bounded number of rows at a time."""
         empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
         found: list[list[Tensor]] = [[empty] for _ in queries]
-        for start in range(0, len(pixels), BLOCK):
-            parts = list(_query_parts(queries, start, min(BLOCK, len(pixels) - start)))
+        self.prepare()
+        for start, parts in _query_parts(queries, len(pixels)).items():
             if not parts:
                 continue
             tokens = self.block(pixels, start)
@@ -547,6 +547,9 @@ class SharedInference(BankInference):
                     if part.number != FILLER:
                         found[part.number].append(rows)
         return [torch.cat(each) for each in found]
+
+    def prepare(self) -> None:
+        """Called before the passes of some queries, in which no task changes."""
 
     @abstractmethod
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
@@ -620,7 +623,8 @@ class RowInference(SharedInference):
         super().__init__(bank, encoder)
         self._features = CapturedFunction(self._forward, bank.compute)
         self._plain = CapturedFunction(partial(encoder.plain_from, below=bank.below), bank.compute)
-        self._stacked: tuple[ModelVersion, Stacks] | None = None
+        self._version: ModelVersion | None = None
+        self._stacks: Stacks | None = None  # of that version
 
     def _embed(self, images: Tensor) -> Tensor:
         return self.encoder.tokens(images, self.dtype, self.bank.below)
@@ -633,6 +637,21 @@ class RowInference(SharedInference):
     @cached_property
     def _mixes(self) -> bool:
         return self.bank.unit_mask(0) is not None
+
+    def prepare(self) -> None:
+        """Stack what the passes gather from, unless nothing has changed."""
+        bank = self.bank
+        if not self._mixes or (version := ModelVersion(bank, range(len(bank.tasks)))) == self._version:
+            return
+        masks = [bank.unit_mask(t) for t in range(len(bank.tasks))]
+        layers = zip(*(each.weights for each in bank.sets), strict=True)
+        self._version = version
+        self._stacks = Stacks(
+            torch.stack([model.norms for model in bank.tasks]),
+            torch.stack([mask for mask in masks if mask is not None]),
+            torch.tensor([model.adapter_set for model in bank.tasks], device=bank.compute.device),
+            [torch.stack(list(tensors)).to(self.dtype) for tensors in layers],
+        )
 
     def batches(self, parts: list[QueryPart], tokens: int) -> Iterator[list[QueryPart]]:
         """Passes with the same number of rows; with unit masks, of several tasks and their sets of adapters."""
@@ -654,8 +673,8 @@ class RowInference(SharedInference):
         rows[0, :count] = torch.cat([part.rows for part in parts])
         rows[1, :count] = torch.cat([torch.full_like(part.rows, part.task) for part in parts])
         images, tasks = rows.to(device, non_blocking=True)
-        if self._mixes:
-            stacks = self._stacks()
+        if self._stacks is not None:
+            stacks = self._stacks
             groups = stacks.sets[tasks[:: GROUP if replayed else count]]
             given = stacks.norms[tasks], stacks.masks[tasks], *(tensor[groups] for tensor in stacks.adapters)
         else:
@@ -667,24 +686,6 @@ class RowInference(SharedInference):
         count = len(tokens)
         size = BLOCK if uses_cuda_graphs(tokens.device) else count
         return self._plain(torch.cat([tokens, tokens[:1].expand(size - count, -1, -1)]))[:count]
-
-    def _stacks(self) -> Stacks:
-        """What passes gather from, as it is now."""
-        bank = self.bank
-        version = ModelVersion(bank, range(len(bank.tasks)))
-        if self._stacked is None or self._stacked[0] != version:
-            masks = [bank.unit_mask(t) for t in range(len(bank.tasks))]
-            layers = zip(*(each.weights for each in bank.sets), strict=True)
-            self._stacked = (
-                version,
-                Stacks(
-                    torch.stack([model.norms for model in bank.tasks]),
-                    torch.stack([mask for mask in masks if mask is not None]),
-                    torch.tensor([model.adapter_set for model in bank.tasks], device=bank.compute.device),
-                    [torch.stack(list(tensors)).to(self.dtype) for tensors in layers],
-                ),
-            )
-        return self._stacked[1]
 
 
 class Stacks(NamedTuple):
@@ -701,12 +702,17 @@ def _rows(tokens: int) -> int:
     return max(TOKENS // tokens, 1)
 
 
-def _query_parts(queries: Sequence[Query], start: int, count: int) -> Iterator[QueryPart]:
-    """The part of each query that falls into a block of images."""
+def _query_parts(queries: Sequence[Query], images: int) -> dict[int, list[QueryPart]]:
+    """The parts of all queries that fall into each block of images, by the block's first image."""
+    starts = range(0, images, BLOCK)
+    parts: dict[int, list[QueryPart]] = {start: [] for start in starts}
     for number, (task, rows) in enumerate(queries):
-        own = torch.arange(count) if rows is None else rows[(rows >= start) & (rows < start + count)] - start
-        if len(own):
-            yield QueryPart(number, task, own)
+        rows = torch.arange(images) if rows is None else rows
+        ends = torch.searchsorted(rows, torch.tensor([*starts[1:], images])).tolist()
+        for start, first, end in zip(starts, [0, *ends], ends, strict=False):
+            if first < end:
+                parts[start].append(QueryPart(number, task, rows[first:end] - start))
+    return parts
 
 
 def _filled_up(parts: list[QueryPart], size: int) -> list[QueryPart]:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -278,14 +279,12 @@ class ClosedForm:
     def _store(self, z: Tensor, y: Tensor) -> None:
         """Keep the same number of vectors of every class: those with the smallest checksums, whatever their order."""
         z, y = torch.cat([self.features, z.to(self.features)]), torch.cat([self.labels, y])
-        quota = max(STORED // max(self.classes, 1), 2)
-        chosen = []
-        for c in range(self.classes):
-            own = torch.nonzero(y == c).squeeze(1)
-            keys = [zlib.crc32(row.tobytes()) for row in z[own].cpu().numpy()]
-            order = sorted(range(len(keys)), key=keys.__getitem__)[:quota]
-            chosen.append(own[torch.tensor(order, dtype=torch.long, device=own.device)])
-        rows = torch.cat(chosen) if chosen else y[:0]
+        labels, keys = y.cpu().numpy(), np.array([zlib.crc32(row.tobytes()) for row in z.cpu().numpy()], dtype=np.int64)
+        order = np.lexsort((keys, labels))  # class by class, the smallest checksum first
+        counts = np.bincount(labels)
+        rank = np.arange(len(order)) - np.repeat(counts.cumsum() - counts, counts)
+        kept = order[rank < max(STORED // max(self.classes, 1), 2)]
+        rows = torch.from_numpy(kept).to(y.device)
         self.features, self.labels = z[rows].contiguous(), y[rows].contiguous()
 
     # Leave-one-out
