@@ -34,17 +34,28 @@ from tpl.stream import Task
 class ProjectedGradient(CrossEntropy):
     """Cross-entropy of the new images, along a gradient that does not point against the stored ones."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, together: bool = False) -> None:
+        """`together`: the network has batch norms, whose statistics in training are of both halves of a batch."""
         super().__init__(network)
+        self.together = together
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.reference: Sequence[Tensor] = ()
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the batch's first half; the gradient of the second, replayed half is stored as `reference`."""
-        # In one pass: batch-norm statistics are estimated on both halves together, so training must see both.
-        (fresh, stored), (new, old) = self.network(images).chunk(2), labels.chunk(2)
-        self.reference = torch.autograd.grad(F.cross_entropy(stored, old), self.parameters, retain_graph=True)
-        return F.cross_entropy(fresh, new)
+        """The loss of the batch's first half; the gradient of the second, replayed half is stored as `reference`.
+
+        A forward pass for each of the two gradients: a compiled network forgets its activations in the first.
+        """
+        new, old = labels.chunk(2)
+        self.reference = torch.autograd.grad(F.cross_entropy(self._half(images, 1), old), self.parameters)
+        return F.cross_entropy(self._half(images, 0), new)
+
+    def _half(self, images: Tensor, number: int) -> Tensor:
+        """Logits of one half of a batch."""
+        if self.together:
+            return self.network(images).chunk(2)[number]
+        logits: Tensor = self.network(images.chunk(2)[number])
+        return logits
 
     def after_backward(self, progress: Tensor) -> None:
         """Remove the component of the gradient that would increase the loss on stored images."""
@@ -77,5 +88,6 @@ class AGEM(RehearsalMethod):
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Train on the new images with projected gradients; then store some of them."""
         new, old = self.grow(task, samples), self.old_samples()
-        self.fit(new, callback, ProjectedGradient(self.network) if old is not None else None, old)
+        objective = ProjectedGradient(self.network, self.encoder.batch_norms) if old is not None else None
+        self.fit(new, callback, objective, old)
         self.remember(task, samples)
