@@ -44,6 +44,7 @@ PAGES = {
         "t-10t",
         "t-100t",
         "study",
+        "as-long",
         "baselines",
         "scores",
         "scratch",
@@ -105,6 +106,7 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "tpl-plus": "adapters of one size",
     "tpl-plus-former": "former defaults: one view",
     "tpl": "",
+    "tpl-paper": "the paper's own schedule and calibration",
     "row": "",
     "more": "",
     "hat": "",
@@ -116,7 +118,12 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "slca": "",
     "ease": "",
 }
-KINDS = "-first", "-best", "-grown", "-former"  # ends of such a NAME that are no part of the method's name
+LOSSES = RESULTS / "choices" / "cifar100" / "baselines" / "losses.json"
+BASELINE_ROWS = (  # baselines that are to be trained as long as `tpl`
+    "replay", "finetune", "slda", "aper", "pass", "l2p", "owm", "icarl", "agem", "eeil", "gd", "derpp", "hal", "der",
+    "foster", "afc", "beef",
+)  # fmt: skip
+KINDS = "-first", "-best", "-grown", "-former", "-paper"  # ends of such a NAME that are no part of the method's name
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
 WITH_PARTS = "tpl-plus-grown", "tpl-plus"  # rows that are followed by those of their parts
@@ -284,7 +291,7 @@ def label(name: str, runs: Sequence[RunResult]) -> str:
     """A row's method, and what must be known about it."""
     if name in BOUNDS and runs and not trained_to_the_end(runs[0].description):
         return bound_name(runs[0].description)
-    said = f", {ROWS[name]}" if ROWS[name] else ""
+    said = f", {ROWS[name]}" if ROWS.get(name) else ""
     method = next((name.removesuffix(kind) for kind in KINDS if name.endswith(kind)), name)
     return f"`{method}`{said}"
 
@@ -525,12 +532,58 @@ def study_table() -> list[str]:
     return table(head, rows(), 2)
 
 
-def baselines_ranking() -> Ranking:
-    """Our order of the baselines, the family among them, against the paper's."""
-    (experiment,) = group_runs(find_runs([BASELINES]).runs)
+def ranking(places: Sequence[Path]) -> Ranking:
+    """Our order of the methods that have runs there against the paper's."""
+    (experiment,) = group_runs(find_runs(places).runs)
     found = ranking_of(experiment)
     assert found is not None
     return found
+
+
+def baselines_ranking() -> Ranking:
+    """The order after 3 epochs."""
+    return ranking([BASELINES])
+
+
+def as_long_runs() -> dict[str, tuple[Path, RunResult]]:
+    """The runs of every method with its own options on C100-10T with ViT-tiny, natural order, by NAME."""
+    without = set(BY_DEFAULT) | {"ranpac-best", "tpl-plus-former", "tpl-paper"}
+    names = [name for name in (*ROWS, *BASELINE_ROWS) if name not in without]
+    found = {name: rows_of("c100-10t", FRONT, name)[:1] for name in names}
+    return {name: rows[0] for name, rows in found.items() if rows}
+
+
+def as_long_ranking() -> Ranking:
+    """The order of the methods that were trained as long as `tpl`."""
+    return ranking([place for place, _ in as_long_runs().values()])
+
+
+def as_long_table() -> list[str]:
+    """Every method that was trained as long as `tpl` on C100-10T with ViT-tiny, the best first; the rest is not run."""
+    runs, bound = as_long_runs(), bound_last("c100-10t", FRONT)
+    places = {place.method: place for place in as_long_ranking().places}
+    losses = json.loads(LOSSES.read_text())["loss_by_epoch"]
+
+    def rows() -> Iterator[list[str]]:
+        for name, (_, run) in sorted(runs.items(), key=lambda entry: -entry[1][1].summary["last"]):
+            found, place = run.summary, places.get(run.description["method"])
+            numbers = [shown([found[key]]) for key in ("last", "aia", "til")]
+            behind = _behind(bound, [found["last"]], name)
+            fell = [f"{loss:.3f}" for loss in losses[name][-2:]] if name in losses else ["–", "–"]
+            size = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
+            printed = (
+                [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
+            )
+            yield [label(name, [run]), recipe(run), *numbers, behind, *fell, *size, *printed]
+        for name in BASELINE_ROWS:
+            if name not in runs:
+                yield [label(name, []), "–", NOT_RUN, *["–"] * 9]
+
+    head = (
+        "method | recipe | Last | AIA | TIL | rectified forgetting | loss, last epoch but one | last epoch | "
+        "network, MB | memory, MB | paper's Last (DeiT-S, 611) | place, ours / paper's"
+    )
+    return table(head, rows(), 2)
 
 
 def baselines_table() -> list[str]:
@@ -652,7 +705,7 @@ def main() -> None:
             wrong.append(name)
         elif after != before:
             page.write_text(after, encoding="utf-8")
-    print(baselines_ranking().sentence)
+    print(baselines_ranking().sentence, as_long_ranking().sentence, sep="\n")
     if wrong:
         sys.exit(f"{', '.join(wrong)}: not what the runs say. Run this without --check.")
 

@@ -13,6 +13,7 @@ import pytest
 
 from scripts import load_script
 from tpl.bench.ablate import PLUS_VARIANTS
+from tpl.bench.spec import RunSpec
 from tpl.bench.suite import check_suite, read_suite
 from tpl.methods.plus import PlusConfig
 
@@ -109,12 +110,25 @@ def test_a_figure_that_the_runs_do_not_have_is_mended(recipe: ModuleType) -> Non
     assert altered != page and recipe.filled(altered, recipe.PAGES["results/README.md"]) == page
 
 
-def test_the_order_of_the_baselines_is_the_one_the_page_tells(recipe: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["baselines", "as_long"])
+def test_the_order_of_the_baselines_is_the_one_the_page_tells(recipe: ModuleType, name: str) -> None:
     page = (ROOT / "results/README.md").read_text(encoding="utf-8")
-    ranking = recipe.baselines_ranking()
+    ranking = getattr(recipe, f"{name}_ranking")()
     assert (
         f"(Spearman, {len(ranking.places)} methods that are in both, bounds left out) is {ranking.spearman:.2f}" in page
     )
+
+
+def test_methods_in_one_table_were_trained_as_long(recipe: ModuleType) -> None:
+    """All but bounds and what has a schedule of its own: the same epochs and batches; and every loss is a run's."""
+    runs, own = {name: run for name, (_, run) in recipe.as_long_runs().items()}, {"joint", "joint-ridge", "l2p", "slca"}
+    trained = [r.description["options"] for n, r in runs.items() if n not in own and recipe.recipe(r) != "no training"]
+    assert len(trained) > 10
+    for option in ("epochs", "batch_size"):
+        assert len({options[option] for options in trained}) == 1
+    losses = json.loads(recipe.LOSSES.read_text())["loss_by_epoch"]
+    for name in runs.keys() & losses.keys():
+        assert len(losses[name]) == runs[name].description["options"]["epochs"]
 
 
 def test_a_page_without_a_mark_is_refused(recipe: ModuleType) -> None:
@@ -145,12 +159,25 @@ def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
                 assert run.description["options"][name] == trained[0].description["options"][name], (setting, name)
 
 
+def was_run(ran: dict[str, Any], spec: RunSpec) -> None:
+    known = {name: value for name, value in spec.all_options().items() if name in ran["options"]}
+    assert known == {name: ran["options"][name] for name in known}, spec.method
+    assert (ran["benchmark"], ran["encoder"]["name"], ran["order"]) == (spec.benchmark, spec.encoder, spec.order)
+    assert ran["validation"] is None
+
+
 def test_the_suite_of_baselines_is_what_was_run(recipe: ModuleType) -> None:
     suite = check_suite(read_suite(ROOT / "recipes/suite-baselines.toml"))
     assert sorted(suite.methods) == sorted(place.name for place in recipe.BASELINES.iterdir())
     for spec in suite.specs():
-        ran = recipe.RunResult.read(recipe.BASELINES / spec.method).description
-        known = {name: value for name, value in spec.all_options().items() if name in ran["options"]}
-        assert known == {name: ran["options"][name] for name in known}, spec.method
-        assert (ran["benchmark"], ran["encoder"]["name"], ran["order"]) == (spec.benchmark, spec.encoder, spec.order)
-        assert ran["validation"] is None
+        was_run(recipe.RunResult.read(recipe.BASELINES / spec.method).description, spec)
+
+
+def test_so_is_the_suite_of_those_as_long_as_tpl_as_far_as_it_was(recipe: ModuleType) -> None:
+    suite = check_suite(read_suite(ROOT / "recipes/suite-as-long.toml"))
+    assert sorted(suite.methods) == sorted(recipe.BASELINE_ROWS)
+    runs = recipe.as_long_runs()
+    made = [spec for spec in suite.specs() if spec.method in runs]
+    assert len(made) >= 8
+    for spec in made:
+        was_run(runs[spec.method][1].description, spec)

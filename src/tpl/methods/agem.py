@@ -44,7 +44,7 @@ class ProjectedGradient(CrossEntropy):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of the batch's first half; the gradient of the second, replayed half is stored as `reference`.
 
-        A forward pass for each of the two gradients: a compiled network forgets its activations in the first.
+        Each of the two gradients has a forward pass: a compiled network's backward pass overwrites the activations.
         """
         new, old = labels.chunk(2)
         self.reference = torch.autograd.grad(F.cross_entropy(self._half(images, 1), old), self.parameters)
@@ -52,10 +52,8 @@ class ProjectedGradient(CrossEntropy):
 
     def _half(self, images: Tensor, number: int) -> Tensor:
         """Logits of one half of a batch."""
-        if self.together:
-            return self.network(images).chunk(2)[number]
-        logits: Tensor = self.network(images.chunk(2)[number])
-        return logits
+        logits: Tensor = self.network(images if self.together else images.chunk(2)[number])
+        return logits.chunk(2)[number] if self.together else logits
 
     def after_backward(self, progress: Tensor) -> None:
         """Remove the component of the gradient that would increase the loss on stored images."""
