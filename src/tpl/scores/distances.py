@@ -297,17 +297,18 @@ class NearestNeighbours(Score):
             return z.new_zeros(z.shape[0], dtype=torch.float64)  # not len(z): that would fix it in a traced graph
         z = F.normalize(z.double(), dim=1)
         k = min(self.k, len(self.bank_))
-        parts = []
+        parts = []  # the k-th largest cosine of every row
         for start, block in zip(count(0, BLOCK), in_blocks(z, BLOCK), strict=False):
             cosines = block @ self.bank_.T
-            if skip is not None:
-                place = skip[start : start + BLOCK].unsqueeze(1)
-                itself = -torch.inf if len(self.bank_) > 1 else 1.0  # with a bank of one, it is all there is
-                kept = cosines.gather(1, place.clamp_min(0)).masked_fill(place >= 0, itself)
-                cosines.scatter_(1, place.clamp_min(0), kept)
-            nearest = (2 - 2 * cosines.topk(k, dim=1).values).clamp_min(0)  # distances of the k nearest alone
-            parts.append(torch.where(nearest.isfinite(), nearest, 0).amax(dim=1))
-        squared = torch.cat(parts)
+            if skip is None:
+                parts.append(cosines.topk(k, dim=1).values[:, -1])
+                continue
+            place = skip[start : start + BLOCK].unsqueeze(1)
+            itself = -torch.inf if len(self.bank_) > 1 else 1.0  # with a bank of one, it is all there is
+            kept = cosines.gather(1, place.clamp_min(0)).masked_fill(place >= 0, itself)
+            nearest = cosines.scatter_(1, place.clamp_min(0), kept).topk(k, dim=1).values
+            parts.append(nearest.masked_fill(nearest.isneginf(), torch.inf).amin(dim=1))
+        squared = (2 - 2 * (parts[0] if len(parts) == 1 else torch.cat(parts))).clamp_min(0)
         return squared if self.distance == "squared" else squared.sqrt()
 
     def score_features(self, z: Tensor, logits: Tensor) -> Tensor:
