@@ -76,12 +76,38 @@ def test_finished_runs_are_read_and_unequal_ones_take_turns(
     assert done.summary["together"] == 2 and fresh.summary["together"] == 1
 
 
-def test_an_error_in_one_run_leaves_all_of_them_resumable(tmp_path: Path) -> None:
-    bad = [specs()[0], replace(SPEC, options=OPTIONS | {"lr": 1e30})]
-    places = [tmp_path / "good", tmp_path / "bad"]
-    with pytest.raises(TplError, match="learning rate"):
-        execute_together(bad, places)
-    assert execute(bad[0], places[0], resume=True).summary["last"] > 0.3
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    mixed, events = [replace(SPEC, options=OPTIONS | {"lr": 1e30}), *specs()], list[Event]()
+    places = [tmp_path / name for name in ("bad", "good", "better")]
+    with pytest.raises(TplError, match=r"1 of 3 runs failed. .*bad: .*learning rate.*Finished: .*good, .*better"):
+        execute_together(mixed, places, callback=events.append)
+    for spec, place in zip(specs(), places[1:], strict=True):
+        assert execute(spec, place, resume=True).summary["last"] > 0.3  # it is there already
+        assert json.loads((place / "stages/001.json").read_text())["together"] == 2  # and shared the second task
+    assert not (places[0] / "results.json").exists() and not list((places[0] / "stages").iterdir())
+    (told,) = [e for e in events if e.kind == "warning"]
+    assert told.run is not None and told.run.number == 0 and "the others go on" in told.data["text"]
+
+
+def test_a_run_that_fails_later_keeps_what_it_has_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect is raised as it is, when all other runs are finished; the run can be resumed."""
+    learn = BankMethod.training_job
+
+    def broken(method: BankMethod, *given: object) -> object:
+        if method.seed == 1 and method.classes_:
+            raise ZeroDivisionError("a defect")
+        return learn(method, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BankMethod, "training_job", broken)
+    mixed, places = [replace(SPEC, method="row", seed=seed) for seed in (0, 1)], [tmp_path / "good", tmp_path / "bad"]
+    with pytest.raises(ZeroDivisionError) as raised:
+        execute_together(mixed, places)
+    assert str(places[0]) in raised.value.__notes__[0]
+    assert (places[0] / "results.json").exists() and not (places[1] / "results.json").exists()
+    monkeypatch.undo()
+    resumed = execute(mixed[1], places[1], resume=True)
+    alone = execute(mixed[1], tmp_path / "alone")
+    np.testing.assert_allclose(resumed.matrices["cil"], alone.matrices["cil"], atol=0.03)
 
 
 def test_methods_on_equal_banks_ask_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ def execute_together(
 ) -> list[RunResult]:
     """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
-    Every run has its own directory, as if it had run alone. `callback` gets the events of all runs, with labels if
+    Every run has its own directory, as if it had run alone; one that fails does not stop the others, and its error is
+    raised when they are finished. `callback` gets the events of all runs, with labels if
     there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all
     train, and the first one does everything else. Without `keep_model` no model is stored, and an interrupted run
     begins again.
@@ -87,28 +88,62 @@ def execute_together(
         if processes.leads:
             for number, run in enumerate(going):
                 run.evaluator.beside = [earlier.evaluator for earlier in going[:number]]
+        failed: dict[OpenRun, Exception] = {}
         for stage in range(max((len(run.stream) for run in going), default=0)):
-            active = [run for run in going if stage < len(run.stream)]
+            active = [run for run in going if stage < len(run.stream) and run not in failed]
             tasks = [run.next_task() for run in active]
-            _learn_stage(stage, [pair for pair in zip(active, tasks, strict=True) if stage >= pair[0].learned])
+            pairs = [pair for pair in zip(active, tasks, strict=True) if stage >= pair[0].learned]
+            failed |= _learn_stage(stage, pairs)
             for run in active:
-                run.evaluate(stage)
+                if run not in failed:
+                    run.evaluate(stage)
     with processes.first_before_others():
-        return [run.result() for run in runs]
+        results = [run.result() for run in runs if run not in failed]
+    if failed:
+        raise _error_of(failed, runs)
+    return results
 
 
-def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> None:
+def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> dict[OpenRun, Exception]:
+    """Learn a task in every run; returns the errors of runs that cannot.
+
+    Side by side all learn it or none does. If none does, each run tries alone.
+    """
     if not pairs:
-        return
+        return {}
     started = time.perf_counter()
     runs, tasks = zip(*pairs, strict=True)
     shares, callbacks = [run.spec.held_out for run in runs], [run.emit for run in runs]
-    learn_side_by_side([run.learner for run in runs], tasks, shares, callbacks)
+    try:
+        learn_side_by_side([run.learner for run in runs], tasks, shares, callbacks)
+    except Exception as error:
+        if not current().alone:  # the other processes would wait for this one
+            raise
+        if len(pairs) == 1:
+            return {runs[0]: error}
+        failed = {run: error for pair in pairs for run, error in _learn_stage(stage, [pair]).items()}
+        for run, problem in failed.items():
+            run.emit(Event("warning", {"text": f"This run ends here, the others go on: {problem}"}))
+        return failed
     for run, task in pairs:
         if task.more is not None and run.learner.method.can_update:  # other methods do without these images
             run.learner.update(task.more, held_out=run.spec.held_out)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
+    return {}
+
+
+def _error_of(failed: dict[OpenRun, Exception], runs: Sequence[OpenRun]) -> Exception:
+    """What to raise for runs that failed: the error of one run, or all of them in words; a defect as it is."""
+    first = next((error for error in failed.values() if not isinstance(error, TplError)), next(iter(failed.values())))
+    if len(runs) == 1:
+        return first
+    finished = ", ".join(str(run.out) for run in runs if run not in failed) or "none"
+    if not isinstance(first, TplError):
+        first.add_note(f"Runs that are finished: {finished}.")
+        return first
+    reasons = "; ".join(f"{run.out}: {error}" for run, error in failed.items())
+    return RunError(f"{len(failed)} of {len(runs)} runs failed. {reasons} Finished: {finished}.")
 
 
 class OpenRun:
