@@ -40,7 +40,8 @@ from tpl.methods.bank.protect import PROTECTIONS, WHEN_FULL, ProtectConfig
 from tpl.nets import Encoder, Part, Trainable, TransposedTask, TransposedTrunk, ViTEncoder, Weights, unstacked
 
 ROWS = 256  # of a pass on a GPU
-GROUP = 8  # rows of a pass on a GPU that share a set of adapters
+GROUP = 8  # rows of a pass on a GPU that share a set of adapters, or more where a set is large
+MOST_GATHERED = 2**30  # bytes of adapters that a pass on a GPU has copies of
 FILLER = -1  # instead of a query's number: rows that fill a group up
 TOKENS = 8192  # of a pass on a CPU: more is no faster, and with fewer two threads wait for each other too often
 NEARLY_FULL = 0.95  # share of weights that are frozen: a warning
@@ -638,6 +639,13 @@ class RowInference(SharedInference):
     def _mixes(self) -> bool:
         return self.bank.unit_mask(0) is not None
 
+    @cached_property
+    def _group(self) -> int:
+        """Rows of a replayed pass that share a set of adapters, of which each group has a copy."""
+        size = sum(part.numel() for part in self.bank.adapters.weights) * self.dtype.itemsize
+        sizes = [GROUP * 2**i for i in range((ROWS // GROUP).bit_length())]
+        return next((rows for rows in sizes if ROWS // rows * size <= MOST_GATHERED), ROWS)
+
     def prepare(self) -> None:
         """Stack what the passes gather from, unless nothing has changed."""
         bank = self.bank
@@ -661,7 +669,7 @@ class RowInference(SharedInference):
         for part in parts:
             sets.setdefault(self.bank.tasks[part.task].adapter_set, []).append(part)
         if uses_cuda_graphs(self.bank.compute.device):
-            return _grouped([part for own in sets.values() for part in _filled_up(own, GROUP)], ROWS)
+            return _grouped([part for own in sets.values() for part in _filled_up(own, self._group)], ROWS)
         return (group for own in sets.values() for group in _grouped(own, ROWS))
 
     def run(self, tokens: Tensor, parts: list[QueryPart]) -> Tensor:
@@ -675,7 +683,7 @@ class RowInference(SharedInference):
         images, tasks = rows.to(device, non_blocking=True)
         if self._stacks is not None:
             stacks = self._stacks
-            groups = stacks.sets[tasks[:: GROUP if replayed else count]]
+            groups = stacks.sets[tasks[:: self._group if replayed else count]]
             given = stacks.norms[tasks], stacks.masks[tasks], *(tensor[groups] for tensor in stacks.adapters)
         else:
             given = bank.tasks[parts[0].task].norms, *bank.weights(parts[0].task)
