@@ -79,14 +79,14 @@ def test_finished_runs_are_read_and_unequal_ones_take_turns(
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     mixed, events = [replace(SPEC, options=OPTIONS | {"lr": 1e30}), *specs()], list[Event]()
     places = [tmp_path / name for name in ("bad", "good", "better")]
-    with pytest.raises(TplError, match=r"1 of 3 runs failed. .*bad: .*learning rate.*Finished: .*good, .*better"):
+    with pytest.raises(TplError, match=r"(?s)1 of 3 runs failed.*bad: .*learning rate.*Finished runs: .*good, .*better"):
         execute_together(mixed, places, callback=events.append)
     for spec, place in zip(specs(), places[1:], strict=True):
         assert execute(spec, place, resume=True).summary["last"] > 0.3  # it is there already
         assert json.loads((place / "stages/001.json").read_text())["together"] == 2  # and shared the second task
     assert not (places[0] / "results.json").exists() and not list((places[0] / "stages").iterdir())
     (told,) = [e for e in events if e.kind == "warning"]
-    assert told.run is not None and told.run.number == 0 and "the others go on" in told.data["text"]
+    assert told.run is not None and told.run.number == 0 and "This run ends here" in told.data["text"]
 
 
 def test_a_run_that_fails_later_keeps_what_it_has_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,10 +65,9 @@ def execute_together(
     """Make several runs side by side, e.g. all class orders of a protocol: on a GPU they share forward passes.
 
     Every run has its own directory, as if it had run alone; one that fails does not stop the others, and its error is
-    raised when they are finished. `callback` gets the events of all runs, with labels if
-    there are several; `track` names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all
-    train, and the first one does everything else. Without `keep_model` no model is stored, and an interrupted run
-    begins again.
+    raised when they are finished. `callback` gets the events of all runs, with labels if there are several; `track`
+    names trackers (see `tpl.bench.trackers`) for every run. In a group of processes all train, and the first one does
+    everything else. Without `keep_model` no model is stored, and an interrupted run begins again.
     """
     check_trackers(track)
     for spec in specs:
@@ -105,12 +104,22 @@ def execute_together(
 
 
 def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> dict[OpenRun, Exception]:
-    """Learn a task in every run; returns the errors of runs that cannot.
-
-    Side by side all learn it or none does. If none does, each run tries alone.
-    """
-    if not pairs:
+    """Learn a task in every run, side by side; if that fails, each run tries alone. Returns the errors of runs."""
+    error = _learn_all_or_none(stage, pairs)
+    if error is None:
         return {}
+    if len(pairs) == 1:
+        return {pairs[0][0]: error}
+    failed = {run: error for pair in pairs for run, error in _learn_stage(stage, [pair]).items()}
+    for run, error in failed.items():
+        run.emit(Event("warning", {"text": f"This run ends here: {error}"}))
+    return failed
+
+
+def _learn_all_or_none(stage: int, pairs: list[tuple[OpenRun, Task]]) -> Exception | None:
+    """Learn a task in every run, and store it; returns the error if that fails."""
+    if not pairs:
+        return None
     started = time.perf_counter()
     runs, tasks = zip(*pairs, strict=True)
     shares, callbacks = [run.spec.held_out for run in runs], [run.emit for run in runs]
@@ -119,18 +128,13 @@ def _learn_stage(stage: int, pairs: list[tuple[OpenRun, Task]]) -> dict[OpenRun,
     except Exception as error:
         if not current().alone:  # the other processes would wait for this one
             raise
-        if len(pairs) == 1:
-            return {runs[0]: error}
-        failed = {run: error for pair in pairs for run, error in _learn_stage(stage, [pair]).items()}
-        for run, problem in failed.items():
-            run.emit(Event("warning", {"text": f"This run ends here, the others go on: {problem}"}))
-        return failed
+        return error
     for run, task in pairs:
         if task.more is not None and run.learner.method.can_update:  # other methods do without these images
             run.learner.update(task.more, held_out=run.spec.held_out)
     for run in runs:
         run.keep(stage, seconds=(time.perf_counter() - started) / len(runs), together=len(runs))
-    return {}
+    return None
 
 
 def _error_of(failed: dict[OpenRun, Exception], runs: Sequence[OpenRun]) -> Exception:
@@ -140,10 +144,10 @@ def _error_of(failed: dict[OpenRun, Exception], runs: Sequence[OpenRun]) -> Exce
         return first
     finished = ", ".join(str(run.out) for run in runs if run not in failed) or "none"
     if not isinstance(first, TplError):
-        first.add_note(f"Runs that are finished: {finished}.")
+        first.add_note(f"Finished runs: {finished}.")
         return first
-    reasons = "; ".join(f"{run.out}: {error}" for run, error in failed.items())
-    return RunError(f"{len(failed)} of {len(runs)} runs failed. {reasons} Finished: {finished}.")
+    reasons = [f"{run.out}: {error}" for run, error in failed.items()]
+    return RunError("\n".join([f"{len(failed)} of {len(runs)} runs failed.", *reasons, f"Finished runs: {finished}."]))
 
 
 class OpenRun:
