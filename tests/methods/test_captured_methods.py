@@ -49,3 +49,12 @@ def test_captured_steps_are_plain_steps(
             learner.learn(small_stream.union(t) if learner.method.cumulative else task)
         answers.append(torch.cat([learner.log_probabilities(task.test) for task in small_stream if task.test]))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["agem", "hal"])
+def test_gradients_beside_the_step_s_own_are_taken_of_compiled_networks(method: str, small_stream: Stream) -> None:
+    """In these methods, a step has several backward passes; a compiled one reuses the memory of its activations."""
+    learner = Learner(method, "compact", device="cuda", compile="on", **known_to(method, OPTIONS))
+    for task in small_stream:
+        learner.learn(task)
+    assert all(bool(learner.log_probabilities(task.test).isfinite().all()) for task in small_stream if task.test)
