@@ -26,7 +26,7 @@ from tpl.bench.bounds import BOUNDS, bound_name, trained_to_the_end
 from tpl.bench.paper import AVERAGE, find_rows, load_rows
 from tpl.bench.results import RunResult
 from tpl.report.find import find_runs, group_runs
-from tpl.report.paper import Ranking, ranking_of
+from tpl.report.paper import RankedMethod, Ranking, ranking_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -558,22 +558,25 @@ def as_long_ranking() -> Ranking:
     return ranking([place for place, _ in as_long_runs().values()])
 
 
+def beside_the_paper(place: RankedMethod | None) -> list[str]:
+    """The paper's Last of a method, and both places; a dash where one of the two lacks it."""
+    return [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
+
+
 def as_long_table() -> list[str]:
     """Every method that was trained as long as `tpl` on C100-10T with ViT-tiny, the best first; the rest is not run."""
     runs, bound = as_long_runs(), bound_last("c100-10t", FRONT)
-    places = {place.method: place for place in as_long_ranking().places}
+    places = {each.method: each for each in ranking([place for place, _ in runs.values()]).places}
     losses = json.loads(LOSSES.read_text())["loss_by_epoch"]
 
     def rows() -> Iterator[list[str]]:
         for name, (_, run) in sorted(runs.items(), key=lambda entry: -entry[1][1].summary["last"]):
-            found, place = run.summary, places.get(run.description["method"])
+            found = run.summary
             numbers = [shown([found[key]]) for key in ("last", "aia", "til")]
             behind = _behind(bound, [found["last"]], name)
             fell = [f"{loss:.3f}" for loss in losses[name][-2:]] if name in losses else ["–", "–"]
             size = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
-            printed = (
-                [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
-            )
+            printed = beside_the_paper(places.get(run.description["method"]))
             yield [label(name, [run]), recipe(run), *numbers, behind, *fell, *size, *printed]
         for name in BASELINE_ROWS:
             if name not in runs:
@@ -600,10 +603,7 @@ def baselines_table() -> list[str]:
                 for value in (lost["forgetting_last"], lost["forgetting_aia"])
             ]
             cost = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
-            place = places.get(method)
-            printed = (
-                [f"{100 * place.paper:.2f}", f"{place.our_place:g} / {place.paper_place:g}"] if place else ["–", ""]
-            )
+            printed = beside_the_paper(places.get(method))
             rate = str(run.description["options"].get("lr", "–"))
             name = bound_name(run.description) if method in BOUNDS else method
             yield [name, *cells, *behind, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]

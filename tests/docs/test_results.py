@@ -159,7 +159,7 @@ def test_runs_on_test_images_are_comparable(recipe: ModuleType) -> None:
                 assert run.description["options"][name] == trained[0].description["options"][name], (setting, name)
 
 
-def was_run(ran: dict[str, Any], spec: RunSpec) -> None:
+def assert_was_run(ran: dict[str, Any], spec: RunSpec) -> None:
     known = {name: value for name, value in spec.all_options().items() if name in ran["options"]}
     assert known == {name: ran["options"][name] for name in known}, spec.method
     assert (ran["benchmark"], ran["encoder"]["name"], ran["order"]) == (spec.benchmark, spec.encoder, spec.order)
@@ -170,14 +170,14 @@ def test_the_suite_of_baselines_is_what_was_run(recipe: ModuleType) -> None:
     suite = check_suite(read_suite(ROOT / "recipes/suite-baselines.toml"))
     assert sorted(suite.methods) == sorted(place.name for place in recipe.BASELINES.iterdir())
     for spec in suite.specs():
-        was_run(recipe.RunResult.read(recipe.BASELINES / spec.method).description, spec)
+        assert_was_run(recipe.RunResult.read(recipe.BASELINES / spec.method).description, spec)
 
 
-def test_so_is_the_suite_of_those_as_long_as_tpl_as_far_as_it_was(recipe: ModuleType) -> None:
+def test_the_suite_of_baselines_as_long_as_tpl_is_what_was_run_so_far(recipe: ModuleType) -> None:
     suite = check_suite(read_suite(ROOT / "recipes/suite-as-long.toml"))
     assert sorted(suite.methods) == sorted(recipe.BASELINE_ROWS)
     runs = recipe.as_long_runs()
     made = [spec for spec in suite.specs() if spec.method in runs]
     assert len(made) >= 8
     for spec in made:
-        was_run(runs[spec.method][1].description, spec)
+        assert_was_run(runs[spec.method][1].description, spec)

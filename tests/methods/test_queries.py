@@ -129,6 +129,15 @@ def test_no_images_are_no_answers(compact: Bank, pixels: Tensor) -> None:
     assert seen.features.shape == (0, 128) and seen.logits.shape == (0, 3)
 
 
+def test_without_queries_there_are_no_answers() -> None:
+    """Also before the first task, where a pass would have nothing to gather from."""
+    encoder = small_vit()
+    bank = new_bank(encoder)
+    bank._inference = RowInference(bank, encoder)
+    bank.tasks.clear()
+    assert bank.query(some_pixels(3), []) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "how"),
     [

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -458,12 +459,10 @@ class TPLPlus(TPL):
         if run.queried is None:
             within = within_tasks(run.outputs)
         else:
-            within, first = scores.new_zeros(len(scores), len(owner)), 0
-            rows = run.queried.T.nonzero()[:, 1].split([len(each.logits) for each in run.outputs])
-            for own, each in zip(rows, run.outputs, strict=True):
-                if len(own):
-                    within[own, first : first + each.logits.shape[1]] = within_tasks([each])
-                first += each.logits.shape[1]
+            within = scores.new_zeros(len(scores), len(owner))
+            ends = list(accumulate(each.logits.shape[1] for each in run.outputs))
+            for t, own in _rows_of_tasks(run.queried):
+                within[own, ends[t] - run.outputs[t].logits.shape[1] : ends[t]] = within_tasks([run.outputs[t]])
         bank = within + self.task_log_probabilities(scores.masked_fill(~queried, -torch.inf))[:, owner]
         return bank.masked_fill(~queried[:, owner], 0.0)
 

@@ -225,10 +225,8 @@ def use_memory(
     sizes = tasks.bincount(minlength=len(scores)).tolist()
     has_others = len(tasks) > max(sizes, default=0)
     for score, (features, _), size, end in zip(scores, outputs, sizes, accumulate(sizes), strict=True):
-        others = (
-            torch.cat([rows[: end - size], rows[end:]])[: None if has_others else 0] for rows in (features, labels)
-        )
-        score.refresh(features[end - size : end], *others)
+        others = [torch.cat([column[: end - size], column[end:]]) for column in (features, labels)]
+        score.refresh(features[end - size : end], *(others if has_others else (column[:0] for column in others)))
     return has_others
 
 

@@ -537,7 +537,8 @@ class SharedInference(BankInference):
         """Block after block of images; in each, all queries, a bounded number of rows at a time."""
         empty = torch.zeros(0, self.encoder.dim, device=self.bank.compute.device)
         found: list[list[Tensor]] = [[empty] for _ in queries]
-        self.prepare()
+        if queries:
+            self.prepare()
         for start, parts in _query_parts(queries, len(pixels)).items():
             if not parts:
                 continue
@@ -712,11 +713,12 @@ def _rows(tokens: int) -> int:
 
 def _query_parts(queries: Sequence[Query], images: int) -> dict[int, list[QueryPart]]:
     """The parts of all queries that fall into each block of images, by the block's first image."""
-    starts = range(0, images, BLOCK)
+    starts, everything = range(0, images, BLOCK), torch.arange(images)
+    limits = torch.tensor([*starts[1:], images])
     parts: dict[int, list[QueryPart]] = {start: [] for start in starts}
     for number, (task, rows) in enumerate(queries):
-        rows = torch.arange(images) if rows is None else rows
-        ends = torch.searchsorted(rows, torch.tensor([*starts[1:], images])).tolist()
+        rows = everything if rows is None else rows
+        ends = torch.searchsorted(rows, limits).tolist()
         for start, first, end in zip(starts, [0, *ends], ends, strict=False):
             if first < end:
                 parts[start].append(QueryPart(number, task, rows[first:end] - start))
