@@ -26,7 +26,7 @@ from tpl import Learner, TplError
 from tpl.bench import metrics, results
 from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.evaluate import Evaluator
-from tpl.bench.results import KINDS, RunResult
+from tpl.bench.results import KINDS, RunResult, _loss_by_epoch
 from tpl.bench.run import RunError, execute
 from tpl.bench.spec import RunSpec
 from tpl.engine import Event
@@ -123,6 +123,19 @@ def test_the_description_says_what_was_run(whole: Whole) -> None:
     assert whole.result.description == run
 
 
+@pytest.mark.parametrize(
+    ("stages", "mean"),
+    [
+        ([[[3.0, 1.0]], [[5.0, 2.0], [9.0]]], [4.0, 1.5]),  # the second task has a further training
+        ([[], []], None),  # nothing was trained
+        ([[[3.0]], []], None),  # a stage of an earlier version
+        ([[[3.0]], [[5.0, 2.0]]], None),  # of different lengths
+    ],
+)
+def test_losses_are_means_over_tasks(stages: list[list[list[float]]], mean: list[float] | None) -> None:
+    assert _loss_by_epoch(stages) == mean
+
+
 def test_every_event_is_one_line_of_json(whole: Whole) -> None:
     lines = (whole.place / "events.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [json.loads(line) for line in lines]
@@ -143,6 +156,9 @@ def test_the_directory_holds_stages_matrices_and_the_model(whole: Whole) -> None
         assert stage["memory_images"] == 20 and stage["memory_bytes"] > 0
         assert len(stage["covariance_estimators"]) == t + 1 and set(stage["covariance_estimators"]) <= {"none", "oas"}
         assert stage["trained"]["steps"] > 0
+    logged = [e.data["loss"] for e in whole.events if e.kind == "epoch"]
+    assert [read(whole.place / "stages" / f"{t:03d}.json")["losses"] for t in range(2)] == [[[x]] for x in logged]
+    assert whole.result.summary["loss_by_epoch"] == [pytest.approx(sum(logged) / 2)]
     summary = whole.result.summary
     assert summary["covariance_estimators"] == stage["covariance_estimators"]
     assert summary["network_bytes"] > 4 * summary["parameters"]  # whitening matrices are float64

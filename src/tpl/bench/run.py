@@ -166,6 +166,7 @@ class OpenRun:
         self.skipped = self.learner.method.first_stage(len(self.stream))  # stages before it are left out
         self.learned = 0  # number of stages that were left out, or that an earlier process has learned
         self.trained: dict[str, Any] = {}
+        self.losses: list[list[float]] = []  # of every training of the task, one number an epoch
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -222,7 +223,11 @@ class OpenRun:
 
         def emit(event: Event) -> None:
             if event.kind == "task":
-                self.trained = {}
+                self.trained, self.losses = {}, []
+            elif event.kind == "epoch":
+                if event.data["epoch"] == 1 or not self.losses:
+                    self.losses.append([])
+                self.losses[-1].append(event.data["loss"])
             elif event.kind == "trained":  # some methods train twice a task
                 before = {"images": 0, "steps": 0, "seconds": 0.0} | self.trained
                 self.trained = event.data | {k: before[k] + event.data[k] for k in ("images", "steps", "seconds")}
@@ -247,7 +252,7 @@ class OpenRun:
 
     def keep(self, stage: int, seconds: float, together: int) -> None:
         """Save what was learned; `seconds` is this run's share of the time that `together` runs took."""
-        content = {"seconds_learning": seconds, "together": together, "trained": self.trained}
+        content = {"seconds_learning": seconds, "together": together, "trained": self.trained, "losses": self.losses}
         # Before the model's commit: whenever the run is interrupted, every task in the model has its stage file.
         write_stage(self.out, stage, content)
         if self.keep_model:

@@ -74,6 +74,7 @@ class Summary(_Open):
     seconds_per_task: Number | None = None
     seconds_evaluation: Number | None = None
     steps_per_task: Number | None = None
+    loss_by_epoch: Annotated[list[Number], Field(max_length=100_000)] | None = None
     training_images_per_second: Number | None = None
     parameters: Count | None = None
     memory_images: Count | None = None
