@@ -92,7 +92,7 @@ def accuracy_curve(scene: Scene, file: Path) -> None:
         "tpl-plus": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-tpl-plus-[nr]a*"))),
         "ranpac": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-ranpac-first-*"))),
         "tpl": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-tpl-[nr]a*"))),
-        "fine-tuning": (CONTINUAL, [BASELINES / "finetune"]),
+        "fine-tuning": (CONTINUAL, [RUNS / "c100-10t-vit-tiny-finetune-natural"]),
     }
     lines = []
     for name, (role, places) in runs.items():
@@ -312,8 +312,8 @@ def serve_page(scene: Scene, file: Path) -> None:
 
 def report_page(scene: Scene, file: Path) -> None:
     """The page of `tpl report` about four methods and both upper bounds."""
-    methods = "tpl-plus", "tpl", "ranpac-first", "joint", "joint-ridge"
-    runs = [RUNS / f"c100-10t-vit-tiny-{name}-natural" for name in methods] + [BASELINES / "finetune"]
+    methods = "tpl-plus", "tpl", "ranpac-first", "finetune", "joint", "joint-ridge"
+    runs = [RUNS / f"c100-10t-vit-tiny-{name}-natural" for name in methods]
     page = scene.folder / "report.html"
     command = [sys.executable, "-m", "tpl", "report", *map(str, runs), "--out", str(page)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

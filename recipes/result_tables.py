@@ -25,6 +25,7 @@ from typing import Any
 from tpl.bench.bounds import BOUNDS, bound_name, trained_to_the_end
 from tpl.bench.paper import AVERAGE, find_rows, load_rows
 from tpl.bench.results import RunResult
+from tpl.methods.bank.bank import FULL
 from tpl.report.find import find_runs, group_runs
 from tpl.report.paper import RankedMethod, Ranking, ranking_of
 
@@ -45,6 +46,8 @@ PAGES = {
         "t-100t",
         "study",
         "as-long",
+        "everywhere",
+        "small",
         "baselines",
         "scores",
         "scratch",
@@ -63,6 +66,7 @@ SETTINGS = {
     "c100-20t-deit-tiny": "C100-20T, DeiT-tiny",
 }
 FAMILY = "tpl", "row", "more", "hat"
+FAMILY_BENCHMARKS = "c10-5t", "c100-10t", "c100-20t"
 SCRATCH = "c100-10t", "c100-20t"
 SCRATCH_ROWS = {  # a run, and what it is called
     "tpl": "TPL, changed (`scratch-rotations`)",
@@ -118,14 +122,15 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "slca": "",
     "ease": "",
 }
-LOSSES = RESULTS / "choices" / "cifar100" / "baselines" / "losses.json"
 BASELINE_ROWS = (  # baselines that are to be trained as long as `tpl`
     "replay", "finetune", "slda", "aper", "pass", "l2p", "owm", "icarl", "agem", "eeil", "gd", "derpp", "hal", "der",
     "foster", "afc", "beef",
 )  # fmt: skip
+EVERYWHERE = "c100-10t", "c100-20t", "c10-5t", "t-10t"  # benchmarks on which the paper's baselines are to be run
 KINDS = "-first", "-best", "-grown", "-former", "-paper"  # ends of such a NAME that are no part of the method's name
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
+GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}
 WITH_PARTS = "tpl-plus-grown", "tpl-plus"  # rows that are followed by those of their parts
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 NOT_RUN = "not run"
@@ -146,7 +151,20 @@ def encoders_of(benchmark: str) -> list[str]:
 
 
 def rows_of(benchmark: str, encoder: str, name: str) -> list[tuple[Path, RunResult]]:
-    """The runs of one row on test images, one a class order, with their directories."""
+    """The runs of one row on test images, one a class order, with their directories.
+
+    A run of `tpl-plus` whose adapters were never full is the same whether they may grow or not: where one of the two
+    rows has no runs, it takes those of the other.
+    """
+    found = runs_named(benchmark, encoder, name)
+    if not found and name in GROWING:
+        found = runs_named(benchmark, encoder, GROWING[name])
+        found = found if all((run.summary["capacity"] or {}).get("units", 1) < FULL for _, run in found) else []
+    return found
+
+
+def runs_named(benchmark: str, encoder: str, name: str) -> list[tuple[Path, RunResult]]:
+    """The runs in directories of this NAME."""
     found = []
     for place in sorted(RESULTS.glob(f"*/{benchmark}-{encoder}-{name}-*")):
         if (place / "results.json").is_file():
@@ -217,19 +235,16 @@ def tpl_table() -> list[str]:
 
 
 def family_table() -> list[str]:
-    """HAT, MORE, ROW and TPL with ViT-tiny."""
+    """HAT, MORE, ROW and TPL with ViT-tiny, on the benchmarks where all have the same class orders."""
 
     def rows() -> Iterator[list[str]]:
-        for setting in ("c100-10t-vit-tiny", "c100-20t-vit-tiny"):
-            first = True
-            for method in FAMILY:
-                if not (runs := runs_of(setting, method)):
-                    continue
-                (paper,) = find_rows([f"main/{method}/{setting[:8]}"])
+        for benchmark in FAMILY_BENCHMARKS:
+            for number, method in enumerate(FAMILY):
+                runs = [run for _, run in rows_of(benchmark, FRONT, method)]
+                (paper,) = find_rows([f"main/{method}/{benchmark}"])
                 measured = mean(percent(runs, "aia")), mean(percent(runs, "til")), mean(auroc(runs), 1)
-                title = SETTINGS[setting] if first else ""
+                title = f"{benchmark.upper()}, {TITLES[FRONT]}" if number == 0 else ""
                 yield [title, method.upper(), spread(percent(runs, "last")), *measured, f"{paper.last:.2f}"]
-                first = False
 
     head = " | method | Last | AIA | TIL | AUROC of the task score | the paper's Last (DeiT-S, 611 classes)"
     return table(head, rows(), 2)
@@ -567,14 +582,13 @@ def as_long_table() -> list[str]:
     """Every method that was trained as long as `tpl` on C100-10T with ViT-tiny, the best first; the rest is not run."""
     runs, bound = as_long_runs(), bound_last("c100-10t", FRONT)
     places = {each.method: each for each in ranking([place for place, _ in runs.values()]).places}
-    losses = json.loads(LOSSES.read_text())["loss_by_epoch"]
 
     def rows() -> Iterator[list[str]]:
         for name, (_, run) in sorted(runs.items(), key=lambda entry: -entry[1][1].summary["last"]):
             found = run.summary
             numbers = [shown([found[key]]) for key in ("last", "aia", "til")]
             behind = _behind(bound, [found["last"]], name)
-            fell = [f"{loss:.3f}" for loss in losses[name][-2:]] if name in losses else ["–", "–"]
+            fell = [f"{loss:.3f}" for loss in (found.get("loss_by_epoch") or [])[-2:]] or ["–", "–"]
             size = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
             printed = beside_the_paper(places.get(run.description["method"]))
             yield [label(name, [run]), recipe(run), *numbers, behind, *fell, *size, *printed]
@@ -587,6 +601,47 @@ def as_long_table() -> list[str]:
         "network, MB | memory, MB | paper's Last (DeiT-S, 611) | place, ours / paper's"
     )
     return table(head, rows(), 2)
+
+
+def natural_run(benchmark: str, name: str) -> RunResult | None:
+    """The run of a row in the natural class order."""
+    found = [run for _, run in rows_of(benchmark, FRONT, name) if run.description["order"] == "natural"]
+    return found[0] if found else None
+
+
+def last_of(run: RunResult | None) -> str:
+    """Last of a run, or that there is none."""
+    return shown([run.summary["last"]]) if run else NOT_RUN
+
+
+def everywhere_table() -> list[str]:
+    """Last of the baselines on the paper's benchmarks, natural order, beside the paper's."""
+
+    def rows() -> Iterator[list[str]]:
+        paper = {(row.method, row.benchmark): row.last for row in find_rows(["main"]) if "-pfi/" not in row.name}
+        for name in ("tpl", *sorted(BASELINE_ROWS)):
+            lasts = [paper.get((name, benchmark)) for benchmark in EVERYWHERE]
+            printed = ["–" if last is None else f"{last:.2f}" for last in lasts]
+            yield [f"`{name}`", *(last_of(natural_run(benchmark, name)) for benchmark in EVERYWHERE), *printed]
+
+    ours = " | ".join(name.upper() for name in EVERYWHERE)
+    theirs = " | ".join(f"paper, {name.upper()}" for name in EVERYWHERE)
+    return table(f"method | {ours} | {theirs}", rows(), 1)
+
+
+def small_table() -> list[str]:
+    """TPL, ROW and MORE trained with half of the memory, beside the usual one; natural order."""
+
+    def rows() -> Iterator[list[str]]:
+        for benchmark, method in product(("c10-5t", "c100-10t"), ("tpl", "row", "more")):
+            usual, small = natural_run(benchmark, method), natural_run(benchmark, f"{method}-small")
+            stored = ", ".join(str(run.description["options"]["memory"]) for run in (usual, small) if run)
+            printed = [find_rows([f"{name}/{method}/{benchmark}"])[0].last for name in ("main", "small-memory")]
+            lasts = [last_of(usual), last_of(small), *(f"{last:.2f}" for last in printed)]
+            yield [benchmark.upper(), f"`{method}`", stored, *lasts]
+
+    head = " | method | images stored | Last | Last, small memory | paper's Last (DeiT-S, 611) | paper's, small memory"
+    return table(head, rows(), 3)
 
 
 def baselines_table() -> list[str]:

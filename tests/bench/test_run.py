@@ -127,12 +127,13 @@ def test_the_description_says_what_was_run(whole: Whole) -> None:
     ("stages", "mean"),
     [
         ([[[3.0, 1.0]], [[5.0, 2.0], [9.0]]], [4.0, 1.5]),  # the second task has a further training
+        ([[[3.0, 2.0]], []], [3.0, 2.0]),  # only the first task is trained
         ([[], []], None),  # nothing was trained
-        ([[[3.0]], []], None),  # a stage of an earlier version
+        ([[[3.0]], None], None),  # a stage of an earlier version
         ([[[3.0]], [[5.0, 2.0]]], None),  # of different lengths
     ],
 )
-def test_losses_are_means_over_tasks(stages: list[list[list[float]]], mean: list[float] | None) -> None:
+def test_losses_are_means_over_tasks(stages: list[list[list[float]] | None], mean: list[float] | None) -> None:
     assert _loss_by_epoch(stages) == mean
 
 

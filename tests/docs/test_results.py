@@ -103,6 +103,16 @@ def test_orders_are_counted_and_parts_are_rows(recipe: ModuleType, made: Path) -
     assert recipe.part_lasts(runs, "bank") == []
 
 
+def test_runs_whose_adapters_were_never_full_count_as_both(recipe: ModuleType, made: Path) -> None:
+    (place, _), *_ = recipe.rows_of("t-5t", "vit-tiny", "tpl-plus")
+    content = json.loads((place / "results.json").read_text())
+    for units, orders in ((0.89, 1), (0.9, 0), (None, 0)):
+        content["summary"]["capacity"] = {"units": units, "frozen": 0.8} if units else None
+        (place / "results.json").write_text(json.dumps(content))
+        assert len(recipe.rows_of("t-5t", "vit-tiny", "tpl-plus-grown")) == orders
+        assert len(recipe.rows_of("t-5t", "vit-tiny", "tpl-plus")) == 1
+
+
 def test_a_figure_that_the_runs_do_not_have_is_mended(recipe: ModuleType) -> None:
     page = (ROOT / "results/README.md").read_text(encoding="utf-8")
     (figure,) = {line.split("|")[4] for line in recipe.family_table() if line.startswith("| C100-10T, ViT-tiny")}
@@ -126,9 +136,8 @@ def test_methods_in_one_table_were_trained_as_long(recipe: ModuleType) -> None:
     assert len(trained) > 10
     for option in ("epochs", "batch_size"):
         assert len({options[option] for options in trained}) == 1
-    losses = json.loads(recipe.LOSSES.read_text())["loss_by_epoch"]
-    for name in runs.keys() & losses.keys():
-        assert len(losses[name]) == runs[name].description["options"]["epochs"]
+    for name in set(recipe.BASELINE_ROWS) & runs.keys() - {"slda"}:
+        assert len(runs[name].summary["loss_by_epoch"]) == runs[name].description["options"]["epochs"], name
 
 
 def test_a_page_without_a_mark_is_refused(recipe: ModuleType) -> None:

@@ -211,7 +211,7 @@ def summarise(out: Path, upto: int | None = None) -> RunResult:
         "capacity": final["capacity"],
         "covariance_estimators": final.get("covariance_estimators"),  # of every task; not in older stages
         "steps_per_task": _mean([(stage.get("trained") or {}).get("steps") for stage in stages]),
-        "loss_by_epoch": _loss_by_epoch([stage.get("losses") or [] for stage in stages]),
+        "loss_by_epoch": _loss_by_epoch([stage.get("losses") for stage in stages]),
         "together": final.get("together", 1),  # number of runs trained side by side
         "training_images_per_second": _rate([stage.get("trained") or {} for stage in stages]),
         "peak_device_bytes": final.get("peak_device_bytes"),
@@ -229,10 +229,13 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def _loss_by_epoch(losses: list[list[list[float]]]) -> list[float] | None:
-    """The mean loss of every epoch over all tasks, of each task's first training; None if it is not known of each."""
+def _loss_by_epoch(losses: list[list[list[float]] | None]) -> list[float] | None:
+    """The mean loss of every epoch over the tasks that were trained, of each task's first training.
+
+    None if a stage did not record losses, if nothing was trained, or if trainings differ in their epochs.
+    """
     first = [trainings[0] for trainings in losses if trainings]
-    if not first or len(first) < len(losses) or len({len(epochs) for epochs in first}) > 1:
+    if not first or None in losses or len({len(epochs) for epochs in first}) > 1:
         return None
     return [sum(epoch) / len(first) for epoch in zip(*first, strict=True)]
 
