@@ -166,7 +166,8 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], names: Sequence[str], pixels:
     for line, name in zip(lines, names, strict=True):
         bound = line.role in _DASHES
         colour = palette.ink if bound else palette.series[number % len(palette.series)]
-        marker = MARKERS[number % len(MARKERS)] if not bound else "o" if len(line.values) == 1 else None
+        alone = np.count_nonzero(~np.isnan(line.values)) == 1  # a bound that was trained after the last task only
+        marker = MARKERS[number % len(MARKERS)] if not bound else "o" if alone else None
         number += not bound
         stages = np.arange(1, len(line.values) + 1)
         if line.spread is not None:
