@@ -312,7 +312,7 @@ def serve_page(scene: Scene, file: Path) -> None:
 
 def report_page(scene: Scene, file: Path) -> None:
     """The page of `tpl report` about four methods and both upper bounds."""
-    methods = "tpl-plus", "tpl", "ranpac-first", "finetune", "joint", "joint-ridge"
+    methods = "tpl-plus-grown", "tpl", "ranpac-first", "finetune", "joint", "joint-ridge"
     runs = [RUNS / f"c100-10t-vit-tiny-{name}-natural" for name in methods]
     page = scene.folder / "report.html"
     command = [sys.executable, "-m", "tpl", "report", *map(str, runs), "--out", str(page)]
