@@ -130,8 +130,8 @@ EVERYWHERE = "c100-10t", "c100-20t", "c10-5t", "t-10t"  # benchmarks on which th
 KINDS = "-first", "-best", "-grown", "-former", "-paper"  # ends of such a NAME that are no part of the method's name
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
-GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}
-WITH_PARTS = "tpl-plus-grown", "tpl-plus"  # rows that are followed by those of their parts
+GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}  # equal while adapters are not full
+WITH_PARTS = tuple(GROWING)  # rows that are followed by those of their parts
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 NOT_RUN = "not run"
 
@@ -560,12 +560,22 @@ def baselines_ranking() -> Ranking:
     return ranking([BASELINES])
 
 
+def natural_run(benchmark: str, name: str) -> tuple[Path, RunResult] | None:
+    """The run of a row in the natural class order, with its directory."""
+    return next((row for row in rows_of(benchmark, FRONT, name) if row[1].description["order"] == "natural"), None)
+
+
+def last_of(row: tuple[Path, RunResult] | None) -> str:
+    """Last of a run, or that there is none."""
+    return shown([row[1].summary["last"]]) if row else NOT_RUN
+
+
 def as_long_runs() -> dict[str, tuple[Path, RunResult]]:
     """The runs of every method with its own options on C100-10T with ViT-tiny, natural order, by NAME."""
     without = set(BY_DEFAULT) | {"ranpac-best", "tpl-plus-former", "tpl-paper"}
     names = [name for name in (*ROWS, *BASELINE_ROWS) if name not in without]
-    found = {name: rows_of("c100-10t", FRONT, name)[:1] for name in names}
-    return {name: rows[0] for name, rows in found.items() if rows}
+    found = {name: natural_run("c100-10t", name) for name in names}
+    return {name: row for name, row in found.items() if row}
 
 
 def as_long_ranking() -> Ranking:
@@ -603,17 +613,6 @@ def as_long_table() -> list[str]:
     return table(head, rows(), 2)
 
 
-def natural_run(benchmark: str, name: str) -> RunResult | None:
-    """The run of a row in the natural class order."""
-    found = [run for _, run in rows_of(benchmark, FRONT, name) if run.description["order"] == "natural"]
-    return found[0] if found else None
-
-
-def last_of(run: RunResult | None) -> str:
-    """Last of a run, or that there is none."""
-    return shown([run.summary["last"]]) if run else NOT_RUN
-
-
 def everywhere_table() -> list[str]:
     """Last of the baselines on the paper's benchmarks, natural order, beside the paper's."""
 
@@ -635,7 +634,7 @@ def small_table() -> list[str]:
     def rows() -> Iterator[list[str]]:
         for benchmark, method in product(("c10-5t", "c100-10t"), ("tpl", "row", "more")):
             usual, small = natural_run(benchmark, method), natural_run(benchmark, f"{method}-small")
-            stored = ", ".join(str(run.description["options"]["memory"]) for run in (usual, small) if run)
+            stored = ", ".join(str(run.description["options"]["memory"]) for _, run in filter(None, (usual, small)))
             printed = [find_rows([f"{name}/{method}/{benchmark}"])[0].last for name in ("main", "small-memory")]
             lasts = [last_of(usual), last_of(small), *(f"{last:.2f}" for last in printed)]
             yield [benchmark.upper(), f"`{method}`", stored, *lasts]

@@ -85,7 +85,7 @@ def last(*places: str) -> float:
 
 def test_the_first_sentence_says_what_the_runs_say() -> None:
     sentence = README.split("\n\n")[1].replace("\n", " ")
-    plus = last(*(f"c100-10t-vit-tiny-tpl-plus-{order}" for order in ("natural", "random-1", "random-2")))
+    plus = last(*(f"c100-10t-vit-tiny-tpl-plus-grown-{order}" for order in ("natural", "random-1", "random-2")))
     bounds = [last(f"c100-10t-vit-tiny-{name}-natural") for name in ("joint", "joint-ridge")]
     assert f"**{plus:.1f} %**" in sentence and f"{bounds[0]:.1f} to {bounds[1]:.1f} %" in sentence
     assert f"fine-tuning ends at {last('c100-10t-vit-tiny-finetune-natural'):.1f} %" in sentence

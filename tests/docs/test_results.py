@@ -186,7 +186,7 @@ def test_the_suite_of_baselines_as_long_as_tpl_is_what_was_run_so_far(recipe: Mo
     suite = check_suite(read_suite(ROOT / "recipes/suite-as-long.toml"))
     assert sorted(suite.methods) == sorted(recipe.BASELINE_ROWS) and tuple(suite.benchmarks) == recipe.EVERYWHERE
     pairs = [(spec, recipe.natural_run(spec.benchmark, spec.method)) for spec in suite.specs()]
-    made = [(spec, run) for spec, run in pairs if run is not None]
+    made = [(spec, row[1]) for spec, row in pairs if row is not None]
     assert len(made) >= 17
     for spec, run in made:
         assert_was_run(run.description, spec)
