@@ -12,6 +12,7 @@ from PIL import Image
 
 from tpl.stream import FileImages, UnreadableImage
 from tpl.stream.apart import decode_apart
+from tpl.stream.disk_cache import DiskCache
 from tpl.stream.folders import Archive, Entry, ZipMember
 from tpl.stream.images import CachedImages
 
@@ -53,6 +54,35 @@ def test_a_cached_set_decodes_nothing_itself(entries: list[Entry], monkeypatch: 
     cached.load(0)
     monkeypatch.setattr(FileImages, "load", lambda self, index: pytest.fail("decoded again"))
     assert np.array_equal(np.asarray(cached.block(np.arange(COUNT))), expected)
+
+
+def test_more_images_than_memory_may_hold_are_read_from_the_disk_cache(
+    entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = FileImages(entries)
+    expected = loaded(images)
+    total = expected.nbytes
+    monkeypatch.setattr("tpl.stream.images.MAX_CACHED_BYTES", total - 1)
+    assert CachedImages(images).block(np.arange(COUNT)) is None  # without a cache: each is decoded when it is used
+    assert CachedImages(images, DiskCache(tmp_path / "small", limit=total - 1)).block(np.arange(COUNT)) is None
+    cache = DiskCache(tmp_path / "cache", limit=1e6)
+    first = CachedImages(images, cache)
+    first.load(0)
+    assert first._pixels is not None and not first._pixels.flags.writeable  # a file, not this process's memory
+    monkeypatch.setattr(FileImages, "decode_all", lambda self, most: pytest.fail("decoded again"))
+    monkeypatch.setattr(FileImages, "load", lambda self, index: pytest.fail("decoded again"))
+    for kept in (first, CachedImages(images, cache)):
+        assert np.array_equal(np.asarray(kept.block(np.arange(COUNT))), expected)
+
+
+def test_a_disk_that_keeps_nothing_costs_no_image(
+    entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = loaded(FileImages(entries))
+    monkeypatch.setattr("tpl.stream.images.MAX_CACHED_BYTES", expected.nbytes - 1)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    images = CachedImages(FileImages(entries), DiskCache(tmp_path / "cache", limit=1e6))
+    assert np.array_equal(np.asarray(images.block(np.arange(COUNT))), expected)
 
 
 def test_few_images_few_cores_or_too_many_bytes_are_left_alone(

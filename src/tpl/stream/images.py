@@ -17,6 +17,7 @@ from tpl.stream.disk_cache import DiskCache, key_of
 Labels = NDArray[np.int64]
 
 MAX_CACHED_BYTES = 1 << 28  # 50 000 images of 32 x 32 take 154 MB
+MAX_MAPPED_BYTES = 1 << 31  # in a file of the cache on disk: 100 000 images of 64 x 64 take 1.2 GB
 
 
 class ImageSet(ABC):
@@ -138,7 +139,8 @@ class CachedImages(WrappedImages):
 
     Only images of the first one's size are held, and none if all of that size would take more than
     `MAX_CACHED_BYTES`: the others are decoded every time. When all images are held, `cache` keeps them for later
-    processes, which decode none.
+    processes, which decode none. Where other processes decode all images at once, up to `MAX_MAPPED_BYTES` are kept
+    there, and read from the file when they are used.
     """
 
     def __init__(self, images: ImageSet, cache: DiskCache | None = None) -> None:
@@ -188,16 +190,26 @@ class CachedImages(WrappedImages):
             if self._prepared:
                 return
             self._prepared = True
-            found = None
-            if self._cache is not None:
-                self._key = key_of(self.content(index) for index in range(len(self)))
-                found = self._cache.read(self._key, mapped=True)
-            if found is None or found.ndim != 4 or len(found) != len(self) or found.shape[3] != 3:
-                found = self._images.decode_all(MAX_CACHED_BYTES)
+            found = self._kept()
+            if found is None:
+                mapped = min(MAX_MAPPED_BYTES, self._cache.limit) if self._cache is not None else 0
+                found = self._images.decode_all(max(MAX_CACHED_BYTES, int(mapped)))
                 if found is not None and self._cache is not None:
                     self._cache.write(self._key, found)
+                    kept = self._kept() if found.nbytes > MAX_CACHED_BYTES else None
+                    found = found if kept is None else kept
             if found is not None:
                 self._pixels, self._cached = found, np.ones(len(self), dtype=bool)
+
+
+    def _kept(self) -> NDArray[np.uint8] | None:
+        """All images, from the cache on disk."""
+        if self._cache is None:
+            return None
+        if not self._key:
+            self._key = key_of(self.content(index) for index in range(len(self)))
+        found = self._cache.read(self._key, mapped=True)
+        return found if found is not None and found.ndim == 4 and found.shape[::3] == (len(self), 3) else None
 
 
 class PreparedImages(WrappedImages):

@@ -172,10 +172,10 @@ def _tiny_imagenet(root: Path | None, download: bool) -> Source:
     annotations = tree.files.get(("val", "val_annotations.txt"))
     loose = {parts[-1]: entry for parts, entry in tree.images() if parts[:2] == ("val", "images")}
     if annotations is None or not loose:
-        return _complete(image_folder(found, "tiny-imagenet", tree), found)
+        return _cached(_complete(image_folder(found, "tiny-imagenet", tree), found))
     train = image_folder(found, "tiny-imagenet", _only(tree, "train"))
     test = _annotated(read_bytes(annotations).decode(), loose, train.class_names, str(annotations))
-    return _complete(Source(train.name, train.train, test, train.class_names, train.skipped), found)
+    return _cached(_complete(Source(train.name, train.train, test, train.class_names, train.skipped), found))
 
 
 def _imagenet380(root: Path | None, download: bool) -> Source:
