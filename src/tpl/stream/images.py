@@ -201,7 +201,6 @@ class CachedImages(WrappedImages):
             if found is not None:
                 self._pixels, self._cached = found, np.ones(len(self), dtype=bool)
 
-
     def _kept(self) -> NDArray[np.uint8] | None:
         """All images, from the cache on disk."""
         if self._cache is None:
