@@ -134,6 +134,14 @@ def test_reading_many_images_is_told(log: Log) -> None:
     assert log("prepare", 3, done=200, images=400) == ["[00:12] tpl: task 1 of 1: 200 of 400 images read"]
 
 
+def test_so_is_encoding_them_where_nothing_is_trained(log: Log) -> None:
+    log.begin([1000])
+    log.task(images=1000)
+    assert log("prepare", 3, done=1000, images=1000) == []
+    assert log("encode", 3, done=256, images=1000) == ["[00:06] tpl: task 1 of 1: 256 of 1,000 images encoded"]
+    assert log("encode", 5, done=256, images=1000) == ["[00:11] tpl: task 1 of 1: 512 of 1,000 images encoded"]
+
+
 def test_a_resumed_run_counts_its_tasks_and_times_its_own(log: Log) -> None:
     log.begin([10, 10, 10, 10], learned=2)
     assert log.stage(1, 0.8) == ["[00:00] tpl: task 2 of 4 done: 80.0 % accuracy on the classes so far"]

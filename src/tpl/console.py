@@ -113,6 +113,9 @@ class RunProgress(_StopsBar):
     def _on_prepare(self, data: dict[str, Any]) -> None:
         self._say(f"task {self.stage + 1} of {len(self.images)}, reading {data['images']} images")
 
+    def _on_encode(self, data: dict[str, Any]) -> None:
+        self._say(f"task {self.stage + 1} of {len(self.images)}, encoding {data['images']} images")
+
     def _on_epoch(self, data: dict[str, Any]) -> None:
         share = self.images[self.stage] / data["epochs"]
         where = f"task {self.stage + 1} of {len(self.images)}"
@@ -137,6 +140,9 @@ class RunProgress(_StopsBar):
     def _say(self, text: str, advance: float = 0.0) -> None:
         if self.bar is not None:
             self.progress.update(self.bar, doing=text, advance=advance)
+
+
+_COUNTED = {"prepare": "preparing", "encode": "encoding"}  # phases whose steps are images
 
 
 class WorkProgress(_StopsBar):
@@ -184,9 +190,9 @@ class WorkProgress(_StopsBar):
             self.begin(event.data["phase"], event.data["steps"])
         elif event.kind == "step":
             self.advance(event.data["steps"])
-        elif event.kind == "prepare":
-            if self.phase != "preparing":
-                self.begin("preparing", event.data["images"])
+        elif event.kind in _COUNTED:
+            if self.phase != _COUNTED[event.kind]:
+                self.begin(_COUNTED[event.kind], event.data["images"])
             self.advance(event.data["done"])
         elif event.kind == "epoch":
             if self.phase != "learning":

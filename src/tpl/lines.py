@@ -82,7 +82,7 @@ class _Run(Pace):
     label: RunLabel
     title: str = "task"
     began: float | None = None  # when the task began
-    read: int = 0  # images of the task
+    counted: int = 0  # images of the task, read or encoded
     first_epoch: float = 0.0  # when the first epoch ended
 
     @property
@@ -192,7 +192,7 @@ class ProgressLines:
         run.began = None
 
     def _on_task(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
-        run.began, run.read = self.clock(), 0
+        run.began, run.counted = self.clock(), 0
         content = f"{counted(len(data['classes']), 'class', 'classes')}, {counted(data['images'], 'image', 'images')}"
         if run.images:
             run.title = f"task {run.task + 1} of {len(run.images)}"
@@ -202,10 +202,16 @@ class ProgressLines:
             self._write_line(group, run, f"{run.title}: {content}")
 
     def _on_prepare(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
+        self._count(group, run, data, "read")
+
+    def _on_encode(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
+        self._count(group, run, data, "encoded")
+
+    def _count(self, group: _Group, run: _Run, data: dict[str, Any], what: str) -> None:
         whole = data["images"]
-        run.read = data["done"] + (run.read if run.read < whole else 0)  # else other images have begun
-        if group.throttle.due(run.read / max(whole, 1), self.clock()):
-            self._write_line(group, run, f"{run.title}: {run.read:,} of {whole:,} images read")
+        run.counted = data["done"] + (run.counted if run.counted < whole else 0)  # else other images have begun
+        if group.throttle.due(run.counted / max(whole, 1), self.clock()):
+            self._write_line(group, run, f"{run.title}: {run.counted:,} of {whole:,} images {what}")
 
     def _on_epoch(self, group: _Group, run: _Run, data: dict[str, Any]) -> None:
         now, epoch, epochs = self.clock(), data["epoch"], data["epochs"]

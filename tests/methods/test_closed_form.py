@@ -13,7 +13,8 @@ from torch import Tensor
 
 from small_encoder import SMALL_VIT
 from tpl import Learner
-from tpl.methods import plus
+from tpl.engine import Event
+from tpl.methods import base, plus
 from tpl.methods.closed_form import ClosedFormExperts
 from tpl.methods.parts import closed_form
 from tpl.methods.parts.closed_form import CentredRidge, ClosedForm, same_features
@@ -305,6 +306,22 @@ def test_few_images_make_a_closed_form_in_tpl_plus_and_many_do_not(
     monkeypatch.setattr(plus, "MANY_IMAGES", 10)
     many = Learner("tpl-plus", SMALL_VIT, device="cpu", **options).learn(small_stream[0])
     assert isinstance(many.method, TPLPlus) and many.method.closed_ is None
+
+
+@pytest.mark.parametrize("method", ["closed-form", "slda", "ranpac"])
+def test_encoding_is_told_part_by_part_and_changes_no_number(
+    method: str, small_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, options = small_stream[0], {"adapt": "none"} if method == "ranpac" else {}
+    whole = Learner(method, SMALL_VIT, device="cpu", **options).learn(task, held_out=0)
+    monkeypatch.setattr(base, "BLOCK", 12)
+    events: list[Event] = []
+    told = Learner(method, SMALL_VIT, device="cpu", **options).learn(task, held_out=0, callback=events.append)
+    assert [event.data for event in events if event.kind == "encode"] == [
+        {"done": done, "images": len(task.train)} for done in (12, 12, 8)
+    ]
+    assert task.test is not None
+    torch.testing.assert_close(told.log_probabilities(task.test), whole.log_probabilities(task.test))
 
 
 def test_what_fails_while_it_learns_leaves_all_as_it_was(small_stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from test_serve_learning import content, send
 
 from conftest import KEY, Opener, archive, classes, digit
 from tpl import Learner
+from tpl.engine import Event
 from tpl.serve.jobs import LEARNING, LearningJob
-from tpl.serve.worker import JobSpec, learn_task
+from tpl.serve.worker import JobSpec, Progress, learn_task
 
 ROUTES = ("/check", "/suggest", "/classes/rename", "/classes/remove")
 
@@ -179,6 +180,16 @@ def test_the_time_left_follows_from_the_progress(monkeypatch: pytest.MonkeyPatch
     assert job.seconds_left == pytest.approx(30.0)
     job.fail("no")
     assert job.seconds_left is None
+
+
+def test_progress_goes_on_where_nothing_is_trained() -> None:
+    sent: list[dict[str, Any]] = []
+    progress = Progress(lambda **report: sent.append(report))
+    for kind, done in (("prepare", 10), ("prepare", 30), ("encode", 10), ("encode", 30)):
+        progress(Event(kind, {"done": done, "images": 40}))
+    shares = [report["progress"] for report in sent]
+    assert shares == sorted(set(shares)) and shares[1] < 0.2 and shares[-1] > 0.9
+    assert sent[-1]["message"] == "encoding 40 images"
 
 
 def test_a_share_of_known_images_may_be_rejected(client: TestClient, learner: Learner) -> None:

@@ -32,7 +32,7 @@ from tpl.bench.results import (
 )
 from tpl.bench.spec import RunSpec
 from tpl.bench.trackers import TrackedRun, Tracking, check_trackers, epochs_of, flat
-from tpl.engine import Callback, Event, RunLabel, current, labelled, no_callback
+from tpl.engine import FREQUENT, Callback, Event, RunLabel, current, labelled, no_callback
 from tpl.errors import TplError
 from tpl.files import replace_atomically
 from tpl.learner import Learner, learn_side_by_side
@@ -358,7 +358,7 @@ class EventLog:
         self.stream.close()
 
     def _write(self, event: Event) -> None:
-        if event.kind != "prepare":  # many, and of no interest afterwards
+        if event.kind not in FREQUENT:
             self.stream.write(json.dumps({"time": time.time(), "kind": event.kind} | event.data) + "\n")
             self.stream.flush()
         self.callback(event)

@@ -11,11 +11,12 @@ from tpl.engine.compute import (
     uses_cuda_graphs,
 )
 from tpl.engine.distributed import Processes, current, joined
-from tpl.engine.events import Callback, Event, RunLabel, labelled, no_callback
+from tpl.engine.events import FREQUENT, Callback, Event, RunLabel, labelled, no_callback
 from tpl.engine.train import Adam, CapturedStep, GatedSGD, Objective, Recipe, Step, batches_of_images, train
 
 __all__ = [
     "BLOCK",
+    "FREQUENT",
     "IGNORED",
     "ROTATIONS",
     "Adam",

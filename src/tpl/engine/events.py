@@ -27,14 +27,17 @@ class RunLabel:
 class Event:
     """An event of the run `run`.
 
-    `kind` is one of: run, task, prepare, epoch, trained, capacity, warning, stage (a task of a benchmark is learned and
-    measured), learned (a task of a model is), phase and step (work without training, in steps of about equal length).
+    `kind` is one of: run, task, prepare and encode (some more images were read, or went through the frozen encoder),
+    epoch, trained, capacity, warning, stage (a task of a benchmark is learned and measured), learned (a task of a model
+    is), phase and step (work without training, in steps of about equal length).
     """
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
     run: RunLabel = RunLabel()
 
+
+FREQUENT = frozenset({"prepare", "encode"})  # kinds that come many times a second, and of no interest afterwards
 
 Callback = Callable[[Event], None]
 

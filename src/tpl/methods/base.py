@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tpl.config import Config
-from tpl.engine import Callback, Compute, Event, Inference, Samples, no_callback
+from tpl.engine import BLOCK, Callback, Compute, Event, Inference, Samples, no_callback
 from tpl.errors import TplError
 from tpl.memory import Memory
 from tpl.names import refuse_unknown
@@ -304,6 +304,19 @@ class Method(ABC):
     def encoder_features(self) -> Callable[[Tensor], Tensor]:
         """The frozen encoder's own features of uint8 images: no task changes them."""
         return Inference(partial(self.encoder.plain, dtype=self.compute.dtype), self.compute, self.normalise)
+
+    def encode(
+        self, samples: Samples, callback: Callback, features: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The encoder's own features of a task's images, or others `features`; the callback hears how far it has come.
+
+        Without training, most of the time is spent here.
+        """
+        found = []
+        for part in samples.pixels.split(BLOCK):
+            found.append((features or self.encoder_features)(part))
+            callback(Event("encode", {"done": len(part), "images": len(samples)}))
+        return torch.cat(found)
 
     @cached_property
     def adapted_features(self) -> Inference:

@@ -55,7 +55,7 @@ class ClosedFormExperts(Method):
 
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Add the task's features."""
-        z = self.encoder_features(samples.pixels)
+        z = self.encode(samples, callback)
         if self.classifier is None:
             drawn = seeded(0, 0, "closed form")  # whatever the method's seed: then models can be merged
             self.classifier = ClosedForm.drawn(z.shape[1], self.config.random_features, drawn, z.device)

@@ -88,14 +88,14 @@ class SLDA(Method):
 
     def learn_task(self, task: Task, samples: Samples, callback: Callback) -> None:
         """Take up the task's features."""
-        self._add(samples, samples.labels + len(self.classes_))
+        self._add(self.encode(samples, callback), samples.labels + len(self.classes_))
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """More images of known classes join as if they had always been there."""
-        self._add(samples, self.numbers_of(task, samples))
+        self._add(self.encoder_features(samples.pixels), self.numbers_of(task, samples))
 
-    def _add(self, samples: Samples, labels: Tensor) -> None:
-        self.statistics = self.statistics.add(self.encoder_features(samples.pixels), labels)
+    def _add(self, z: Tensor, labels: Tensor) -> None:
+        self.statistics = self.statistics.add(z, labels)
 
     def log_probabilities(self, pixels: Tensor) -> Tensor:
         """What Gaussians with the classes' means and the common covariance say of each image."""

@@ -54,7 +54,7 @@ class Progress:
 
     def __init__(self, send: Send) -> None:
         self.send = send
-        self.read = 0
+        self.read = self.encoded = 0
 
     def __call__(self, event: Any) -> None:
         """Report one event; events without progress are ignored."""
@@ -63,11 +63,16 @@ class Progress:
             self.read += data["done"]
             share = READING * min(1.0, self.read / max(1, data["images"]))
             self.send(progress=share, message=f"reading {data['images']} images")
+        elif event.kind == "encode":
+            self.encoded += data["done"]
+            self._learning(self.encoded / max(1, data["images"]), f"encoding {data['images']} images")
         elif event.kind == "epoch":
-            share = READING + (TRAINING - READING) * data["epoch"] / data["epochs"]
-            self.send(progress=share, message=f"epoch {data['epoch']} of {data['epochs']}")
+            self._learning(data["epoch"] / data["epochs"], f"epoch {data['epoch']} of {data['epochs']}")
         elif event.kind == "warning":
             self.send(warning=data["text"])
+
+    def _learning(self, share: float, message: str) -> None:
+        self.send(progress=READING + (TRAINING - READING) * min(1.0, share), message=message)
 
 
 def learn_task(spec: JobSpec, send: Send) -> None:

@@ -113,13 +113,13 @@ class Engine(ABC):
 def carry_out(job: Job, emit: Emit) -> None:
     """Make the run, or go on with it, and emit its events."""
     from tpl.bench.run import execute
-    from tpl.engine import Event
+    from tpl.engine import FREQUENT, Event
 
     quiet_until = 0.0
 
     def callback(event: Event) -> None:
         nonlocal quiet_until
-        if event.kind == "prepare":
+        if event.kind in FREQUENT:
             if time.monotonic() < quiet_until:
                 return
             quiet_until = time.monotonic() + PAUSE

@@ -83,7 +83,7 @@ class ClosedFormMethod(NetworkMethod):
             super().learn_task(task, samples, callback)
             for _ in task.classes:
                 self.network.drop(0)
-        z, numbers = self.features(samples.pixels), samples.labels + len(self.classes_)
+        z, numbers = self.encode(samples, callback, self.features), samples.labels + len(self.classes_)
         if self.classifier is None:
             self.classifier = self.new_classifier(z)
         self.classifier.learn(z, numbers, self.generator("held out"))
