@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from PIL import Image
 
 from tpl.errors import DataError, UnreadableImage
@@ -77,44 +77,38 @@ class FileImages(ImageSet):
     """Images in files or zip members, read when loaded. Without `labels`, all are -1: class unknown."""
 
     def __init__(self, entries: Sequence[Entry], labels: ArrayLike | None = None) -> None:
-        self._entries = tuple(entries)
-        unknown = np.full(len(self._entries), -1, dtype=np.int64)
-        self._labels = as_labels(unknown if labels is None else labels, len(self._entries), "files")
+        self.entries = tuple(entries)
+        unknown = np.full(len(self.entries), -1, dtype=np.int64)
+        self._labels = as_labels(unknown if labels is None else labels, len(self.entries), "files")
 
     @property
     def labels(self) -> Labels:
         return self._labels
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def load(self, index: int) -> Image.Image:
-        entry = self._entries[in_range(index, len(self))]
+        entry = self.entries[in_range(index, len(self))]
         return decode(read_bytes(entry), str(entry))
 
     def size(self, index: int) -> tuple[int, int]:
-        entry = self._entries[in_range(index, len(self))]
+        entry = self.entries[in_range(index, len(self))]
         return size_of(entry if isinstance(entry, Path) else BytesIO(read_bytes(entry)), str(entry))
 
     def name(self, index: int) -> str:
-        return str(self._entries[in_range(index, len(self))])
-
-    def decode_all(self, most: int) -> NDArray[np.uint8] | None:
-        """Many small images by several processes."""
-        from tpl.stream.apart import decode_apart
-
-        return decode_apart(self._entries, most)
+        return str(self.entries[in_range(index, len(self))])
 
     def identity(self, index: int) -> bytes:
         """The archive's checksum of a zip member, or name and size of a file: no image is read for it."""
-        entry = self._entries[in_range(index, len(self))]
+        entry = self.entries[in_range(index, len(self))]
         if isinstance(entry, ZipMember):
             return entry.archive.checksum(entry.member)
         return f"{entry.parent.name}/{entry.name} {entry.stat().st_size}".encode()
 
     def content(self, index: int) -> bytes:
         """The archive's checksum of a zip member, or a hash of a file's content."""
-        entry = self._entries[in_range(index, len(self))]
+        entry = self.entries[in_range(index, len(self))]
         return self.identity(index) if isinstance(entry, ZipMember) else hashlib.blake2b(read_bytes(entry)).digest()
 
 

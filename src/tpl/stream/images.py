@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +15,7 @@ from tpl.errors import DataError, TaskClosed
 from tpl.stream.disk_cache import DiskCache, key_of
 
 Labels = NDArray[np.int64]
+DecodeAll = Callable[[int], NDArray[np.uint8] | None]  # all images `[n, height, width, 3]`, in at most so many bytes
 
 MAX_CACHED_BYTES = 1 << 28  # 50 000 images of 32 x 32 take 154 MB
 MAX_MAPPED_BYTES = 1 << 31  # in a file of the cache on disk: 100 000 images of 64 x 64 take 1.2 GB
@@ -53,10 +54,6 @@ class ImageSet(ABC):
 
     def block(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         """The images at `indices` as one array [n, h, w, 3], if the set holds arrays of one size; else None."""
-        return None
-
-    def decode_all(self, most: int) -> NDArray[np.uint8] | None:
-        """All images, `[n, height, width, 3]` and at most so many bytes, if there is a faster way than one by one."""
         return None
 
     def recall(self, index: int, steps: str) -> NDArray[np.uint8] | None:
@@ -143,8 +140,9 @@ class CachedImages(WrappedImages):
     there, and read from the file when they are used.
     """
 
-    def __init__(self, images: ImageSet, cache: DiskCache | None = None) -> None:
+    def __init__(self, images: ImageSet, cache: DiskCache | None = None, decode_all: DecodeAll | None = None) -> None:
         super().__init__(images)
+        self._decode_all = decode_all
         self._lock = threading.Lock()
         self._pixels: NDArray[np.uint8] | None = None  # allocated for the first image, filled one by one
         self._cached = np.zeros(len(images), dtype=bool)
@@ -193,7 +191,8 @@ class CachedImages(WrappedImages):
             found = self._kept()
             if found is None:
                 mapped = min(MAX_MAPPED_BYTES, self._cache.limit) if self._cache is not None else 0
-                found = self._images.decode_all(max(MAX_CACHED_BYTES, int(mapped)))
+                most = max(MAX_CACHED_BYTES, int(mapped))
+                found = self._decode_all(most) if self._decode_all is not None else None
                 if found is not None and self._cache is not None:
                     self._cache.write(self._key, found)
                     kept = self._kept() if found.nbytes > MAX_CACHED_BYTES else None

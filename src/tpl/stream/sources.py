@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from tpl.errors import DataError
 from tpl.files import cache_folder
+from tpl.stream.apart import decode_apart
 from tpl.stream.disk_cache import image_cache
 from tpl.stream.folders import (
     LAYOUTS,
@@ -31,7 +33,7 @@ from tpl.stream.folders import (
     read_bytes,
     without_wrappers,
 )
-from tpl.stream.images import ArrayImages, CachedImages, PreparedImages
+from tpl.stream.images import ArrayImages, CachedImages, ImageSet, PreparedImages
 
 TINY_IMAGENET_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 _TINY_FOLDER = "tiny-imagenet-200"
@@ -106,8 +108,12 @@ def _cifar(name: str, root: Path | None, download: bool) -> Source:
 def _cached(source: Source) -> Source:
     """`source` with images that are decoded once: they are small, and every run goes through all of them."""
     cache = image_cache()
-    test = CachedImages(source.test, cache) if source.test is not None else None
-    return replace(source, train=CachedImages(source.train, cache), test=test)
+
+    def cached(images: ImageSet) -> ImageSet:
+        decode_all = partial(decode_apart, images.entries) if isinstance(images, FileImages) else None
+        return CachedImages(images, cache, decode_all)
+
+    return replace(source, train=cached(source.train), test=cached(source.test) if source.test is not None else None)
 
 
 def _prepared(source: Source) -> Source:
