@@ -17,6 +17,7 @@ import uvicorn
 
 from conftest import TOKEN, Opener
 from tpl.serve import server as server_module
+from tpl.serve.app import bind
 from tpl.serve.connections import OncePerMinute, allowed_connections, uvicorn_settings
 from tpl.serve.jobs import without_paths
 from tpl.serve.security import Access, AccessMiddleware
@@ -111,6 +112,13 @@ def test_a_body_that_trickles_is_given_up_however_often_a_byte_comes() -> None:
             except TimeoutError:
                 continue
     assert time.monotonic() - began < 5
+
+
+def test_no_answer_waits_for_the_acknowledgement_of_its_header() -> None:
+    with bind("127.0.0.1", 0) as listening, closing(socket.create_connection(listening.getsockname())):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_connections_leave_files_for_the_rest() -> None:

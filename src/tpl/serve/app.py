@@ -293,7 +293,10 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes any free one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        # Its connections inherit it. Without it, an answer's body waits 40 ms until its header is acknowledged.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TplError(
