@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tpl.engine import compute as engine_compute
@@ -137,21 +136,12 @@ class There(TorchDispatchMode):
         return computed(func, args, kwargs or {})
 
 
-class MadeThere(TorchFunctionMode):
-    """Serves `torch.tensor` and `torch.as_tensor`, which torch does not dispatch."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
-            return func(*args, **kwargs | {"device": None}).to(kwargs["device"])
-        return func(*args, **kwargs)
-
-
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operation, done by the CPU, if a GPU would do it."""
-    given = _tensors((args, kwargs))
-    there = [part for part in given if isinstance(part, Elsewhere)]
-    here = [part for part in given if not isinstance(part, Elsewhere) and part.dim() > 0]
+    there: list[Elsewhere] = []
+    near: list[Tensor] = []
+    inner, named = _inside(args, there, near), _inside(kwargs, there, near)
+    here = [part for part in near if part.dim() > 0]
     target = kwargs.get("device")
     goes = bool(there) if target is None else torch.device(target).type == ELSEWHERE.type
     if there and here and func not in BETWEEN and not (func in CPU_NUMBERS and isinstance(args[0], Elsewhere)):
@@ -159,23 +149,29 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if goes and kwargs.get("generator") is not None:
         raise RuntimeError(f"{func}: expected a generator of {ELSEWHERE}, but found one of the CPU")
     if target is not None:
-        kwargs = kwargs | {"device": torch.device("cpu")}
+        named["device"] = torch.device("cpu")
     if func is aten.copy_.default:
         goes = isinstance(args[0], Elsewhere)
     if Tape.running and (there or goes):
-        crosses = (func in BETWEEN and (len(there) < len(given) or not goes)) or bool(here)
-        Tape.running.refuse(func, args, crosses)
-    known = {id(part.inner): part for part in there}
-    args, kwargs = _changed((args, kwargs), lambda part: part.inner if isinstance(part, Elsewhere) else part)
-    if Tape.running and goes and func._schema.is_mutable:
-        Tape.running.remember(func, args, kwargs)
-    found = func(*args, **kwargs)
+        crosses = (func in BETWEEN and (bool(near) or not goes)) or bool(here)
+        Tape.running.refuse(func, inner, crosses)
+        if goes and func._schema.is_mutable:
+            Tape.running.remember(func, inner, named)
+    found = func(*inner, **named)
     if not goes:
         return found
-    if Tape.running:
-        Tape.running.calls.append(Call(func, args, kwargs, _tensors(found)))
-    # What was changed in place stays itself.
-    return _changed(found, lambda part: known[id(part)] if id(part) in known else Elsewhere(part))
+    if Tape.running and not func.is_view:  # a view stays what it is, whatever the memory holds
+        Tape.running.calls.append(Call(func, inner, named, _tensors(found)))
+    return _outside(found, there)
+
+
+def made_there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor` or `torch.as_tensor`, which torch does not dispatch."""
+
+    def made(*data: Any, device: Any = None, **more: Any) -> Tensor:
+        return make(*data, **more) if device is None else make(*data, **more).to(device)
+
+    return made
 
 
 @contextmanager
@@ -189,7 +185,7 @@ def elsewhere(recording: bool = False) -> Iterator[torch.device]:
                 stack.enter_context(mock.patch.object(engine_compute, "GRAPH_DEVICES", {ELSEWHERE.type}))
                 stack.enter_context(mock.patch.multiple(torch.cuda, **STANDS_FOR))
             stack.enter_context(There())
-            stack.enter_context(MadeThere())
+            stack.enter_context(mock.patch.multiple(torch, **MADE_THERE))
             yield ELSEWHERE
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
@@ -204,13 +200,32 @@ STANDS_FOR: dict[str, Any] = {
 }
 
 
-def _changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same arguments with every tensor changed. (torch's own trees take ten times as long.)"""
+MADE_THERE = {name: made_there(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # the usual arguments beside tensors
+
+
+def _inside(tree: Any, there: list[Elsewhere], near: list[Tensor]) -> Any:
+    """The same arguments with the tensors behind the wall; all tensors are noted. (torch's own trees take longer.)"""
+    if isinstance(tree, Elsewhere):
+        there.append(tree)
+        return tree.inner
     if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_changed(part, change) for part in tree])
-    return {name: _changed(part, change) for name, part in tree.items()} if isinstance(tree, dict) else tree
+        near.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        return type(tree)([part if type(part) in PLAIN else _inside(part, there, near) for part in tree])
+    elif isinstance(tree, dict):
+        return {name: part if type(part) in PLAIN else _inside(part, there, near) for name, part in tree.items()}
+    return tree
+
+
+def _outside(tree: Any, there: list[Elsewhere]) -> Any:
+    """The same answers, put behind the wall; what was changed in place stays itself."""
+    if isinstance(tree, Tensor):
+        for part in there:
+            if part.inner is tree:
+                return part
+        return Elsewhere(tree)
+    return type(tree)([_outside(part, there) for part in tree]) if isinstance(tree, (list, tuple)) else tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:
