@@ -15,6 +15,8 @@ from tpl.stream import ArrayImages, Stream, Task
 pytest.register_assert_rewrite("common_checks")
 os.environ["TPL_OFFLINE"] = "1"  # nothing is fetched by default, network or not
 os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
+# For workers that start later, as it is read when torch is loaded: a thread that waits leaves its core to the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that a test starts: there is a worker a core
 
