@@ -36,8 +36,8 @@ from tpl.bench.run import execute
 from tpl.bench.spec import RunSpec
 from tpl.learner import Learner
 from tpl.report.columns import CONTINUAL, UPPER
+from tpl.report.densities import draw_densities
 from tpl.report.figures import Line, draw_curves, draw_scatter, scatter_of_study
-from tpl.report.pictures import draw_densities
 from tpl.report.svg import CARD, PAGE, blank, standalone, to_svg
 
 ROOT = Path(__file__).parents[1]

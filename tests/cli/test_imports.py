@@ -91,6 +91,12 @@ def test_learning_without_training_imports_no_compiler(model: Path, tmp_path: Pa
         assert run(["learn", str(tmp_path / "model"), str(folder), "--json", *options], NOT_TO_PREDICT | NEVER)
 
 
+def test_a_report_of_runs_without_stored_outputs_imports_no_torch(tmp_path: Path) -> None:
+    finished = Path(__file__).parents[2] / "results" / "digits-5t" / "tpl-seed0"
+    assert run(["report", str(finished), "--out", str(tmp_path / "report.html")], {"torch", "timm"})
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
 def test_the_package_itself_imports_little() -> None:
     program = "import sys, tpl; assert not {'torch', 'numpy', 'typer'} & set(sys.modules); tpl.TplError, tpl.Answer"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

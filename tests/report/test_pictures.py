@@ -12,7 +12,7 @@ from PIL import Image
 
 from tpl.bench.densities import RunDensities, TaskDensities, densities
 from tpl.errors import TplError
-from tpl.report.pictures import LETTERS, columns_for, draw_densities
+from tpl.report.densities import LETTERS, columns_for, draw_densities
 from tpl.report.toy import draw_toy, log_normal, toy_numbers
 
 DESCRIPTION = {"benchmark": "made-up", "method": "tpl", "order": "random:1"}

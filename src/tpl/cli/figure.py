@@ -53,7 +53,8 @@ def densities(
     """
     with _matplotlib():
         from tpl.bench.densities import run_densities
-        from tpl.report.pictures import check_format, draw_densities
+        from tpl.report.densities import draw_densities
+        from tpl.report.pictures import check_format
 
         file = file or run_directory / "densities.png"
         check_format(file)

@@ -279,7 +279,7 @@ def _densities(group: Group, style: str) -> Context:
     keeping = next((run for run in group.runs if (run.place / "outputs").is_dir()), None)
     if keeping is None:
         return {"name": group.name, "style": style, "image": None, "note": "no outputs stored"}
-    from tpl.report.pictures import density_png
+    from tpl.report.densities import density_png
 
     png, note = density_png(keeping.place)
     image = None if png is None else f"data:image/png;base64,{base64.b64encode(png).decode()}"
