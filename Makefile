@@ -19,6 +19,7 @@ demo: $(CORE)  ## teach the bundled digits to three learners; about 2.5 minutes 
 test: $(DEV)  ## lint, types, architecture, tests, side by side; about 10 minutes on two cores
 	@$(MAKE) --no-print-directory -j2 check tests-alone
 
+tests-alone: export PYTHONDONTWRITEBYTECODE =# the many programs that tests start need not compile the same modules
 tests-alone: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
