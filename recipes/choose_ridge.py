@@ -1,14 +1,15 @@
-"""Random features, ridge strength and logit adjustment, measured on held-out training images of CIFAR-100.
+"""Random features, ridge strength, logit adjustment and kernels, measured on held-out training images of CIFAR-100.
 
 python recipes/choose_ridge.py features --data cifar100/ --weights vit_tiny_patch16_224.safetensors    # a GPU's work
 python recipes/choose_ridge.py widths                                # few images: 3 minutes on two cores
 python recipes/choose_ridge.py even                                  # unequal classes: a minute on two cores
 python recipes/choose_ridge.py strengths --device cuda               # all images, 10 tasks of 10 classes
+python recipes/choose_ridge.py kernels                               # KLDA, all images: 5 minutes on two cores
 
 `features` writes what the frozen encoder sees of every training image into one file, which the others read
 (`--file`). Every other command prints one JSON line a setting: accuracy in per cent on a tenth of the images, drawn at
 random, with the strength and temperature that were chosen after the last task. The tables are in
-docs/beyond-evidence.md.
+docs/beyond-evidence.md; those of `kernels` in docs/baselines.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tpl.bench.spec import RunSpec
+from tpl.methods.klda import PUBLISHED, FourierAnalysis, KLDAConfig
 from tpl.methods.parts.ridge import RandomRidge, RidgeConfig
 
 PER_TASK = 10  # classes
@@ -127,6 +129,21 @@ def strengths(split: Split) -> None:
                 )
 
 
+def kernels(split: Split) -> None:
+    """KLDA: how wide a kernel, and how much is added to the scatter?"""
+    for gamma in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3):
+        draw = torch.Generator().manual_seed(1)
+        analysis = FourierAnalysis.drawn(split.seen.shape[1], PUBLISHED, KLDAConfig(gamma=gamma), draw)
+        analysis = analysis.to(split.seen.device)
+        analysis.add(split.seen, split.labels)
+        for ridge in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0):
+            analysis.ridge = ridge
+            analysis.take(analysis.statistics)
+            right = analysis.logits(split.held).argmax(dim=1) == split.truth
+            accuracy = round(100 * float(right.double().mean()), 2)
+            print(json.dumps({"gamma": gamma, "ridge": ridge, "accuracy": accuracy}), flush=True)
+
+
 def features(file: Path, data: Path, encoder: str, weights: Path | None, device: str) -> None:
     """What the frozen encoder sees of all training images, into one file."""
     spec = RunSpec("c100-10t", "ranpac", encoder, weights, data, device=device)
@@ -135,7 +152,7 @@ def features(file: Path, data: Path, encoder: str, weights: Path | None, device:
     for number, task in enumerate(spec.stream()):
         images = task.train
         z = method.encoder_features(method.preprocess.batch(images, device=method.compute.device)).cpu()
-        parts.append((z, torch.as_tensor(images.labels).long() + PER_TASK * number))
+        parts.append((z, torch.tensor(images.labels) + PER_TASK * number))
         print(f"task {number + 1} of 10", flush=True)
     z, y = (torch.cat(column) for column in zip(*parts, strict=True))
     save_file({"z": z, "y": y}, file)
@@ -143,7 +160,7 @@ def features(file: Path, data: Path, encoder: str, weights: Path | None, device:
 
 def main() -> None:
     """Run one of the studies."""
-    studies = {study.__name__: study for study in (widths, even, strengths)}
+    studies = {study.__name__: study for study in (widths, even, strengths, kernels)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["features", *studies])
     parser.add_argument("--file", type=Path, default=Path("features.safetensors"))
