@@ -2,6 +2,7 @@
 
     python benchmarks/serve_load.py                      # 50 clients for 60 s
     python benchmarks/serve_load.py --clients 8 --seconds 10
+    python benchmarks/serve_load.py --clients 1 --learning     # while it learns four more classes
 
 Teaches a small model of digits, starts `tpl serve` on it as a process of its own, and lets clients, each with a
 connection kept open, send single images one after the other. Every answer is compared with what the model says in
@@ -14,11 +15,13 @@ import argparse
 import http.client
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tpl import Learner
-from tpl.stream import load_source
+from tpl.stream import Source, load_source
 
 BOUNDARY = "a-line-between-the-parts"
+TOKEN = "a-token-for-the-benchmark"
+NEW_CLASSES, NEW_IMAGES = (6, 7, 8, 9), 120  # to learn meanwhile; images of each
 TOLERANCE = 1e-4
 
 
@@ -63,11 +68,65 @@ def questions(learner: Learner, count: int) -> list[tuple[bytes, str, float]]:
     for number, image in enumerate(images):
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
-        disposition = f'Content-Disposition: form-data; name="files"; filename="{number}.png"'
-        head = f"--{BOUNDARY}\r\n{disposition}\r\nContent-Type: image/png\r\n\r\n"
-        bodies.append(head.encode() + buffer.getvalue() + f"\r\n--{BOUNDARY}--\r\n".encode())
+        bodies.append(form("files", f"{number}.png", buffer.getvalue()))
     answers = learner.answers(images)
     return [(body, answer.name, answer.probability) for body, answer in zip(bodies, answers, strict=True)]
+
+
+def form(name: str, filename: str, content: bytes) -> bytes:
+    """One file as the body of a request."""
+    disposition = f'Content-Disposition: form-data; name="{name}"; filename="{filename}"'
+    return f"--{BOUNDARY}\r\n{disposition}\r\n\r\n".encode() + content + f"\r\n--{BOUNDARY}--\r\n".encode()
+
+
+def png(source: Source, index: int) -> bytes:
+    """A training image as a file."""
+    buffer = io.BytesIO()
+    source.train.load(index).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def more_digits() -> bytes:
+    """New classes as a zip of class folders."""
+    source = load_source("digits", None, False)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for c in NEW_CLASSES:
+            for row in np.flatnonzero(source.train.labels == c)[:NEW_IMAGES].tolist():
+                archive.writestr(f"{source.class_names[c]}/{row}.png", png(source, row))
+    return packed.getvalue()
+
+
+def ask(url: str, method: str, path: str, body: bytes | None = None) -> Any:
+    """What the server answers, as JSON."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}", "Authorization": f"Bearer {TOKEN}"}
+    connection.request(method, path, body, headers)
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+def learn_meanwhile(url: str, asked: list[tuple[bytes, str, float]], clients: int) -> dict[str, Any]:
+    """All clients at once, for as long as new classes are learned; then the answers change."""
+    begun = time.perf_counter()
+    job = ask(url, "POST", "/tasks", form("file", "digits.zip", more_digits()))["id"]
+    tallies, rounds, state = [], 0, "queued"
+    while state not in ("done", "failed"):
+        tallies.append(measure(url, asked, clients, 1.0))
+        rounds, state = rounds + 1, ask(url, "GET", f"/tasks/{job}")["state"]
+    assert state == "done"
+    answers = sum(tally["requests"] for tally in tallies)
+    return {
+        "seconds_to_learn": round(time.perf_counter() - begun, 1),
+        "requests": answers,
+        "requests_per_second": round(answers / sum(tally["seconds"] for tally in tallies), 1),
+        "p50_ms": sorted(tally["p50_ms"] for tally in tallies)[rounds // 2],
+        "p100_ms": max(tally["p100_ms"] for tally in tallies),
+        "errors": sum(tally["errors"] for tally in tallies),
+        "wrong_answers": 0,
+    }
 
 
 def client(host: str, port: int, asked: list[tuple[bytes, str, float]], number: int, end: float, tally: Tally) -> None:
@@ -144,18 +203,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tasks", type=int, default=3)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--learning", action="store_true", help="ask while new classes are learned, however long")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         teach(model, options.tasks)
         asked = questions(Learner.load(model, device=options.device), 200)
         command = [sys.executable, "-m", "tpl", "serve", str(model), "--port", "0", "--json"]
-        server = subprocess.Popen([*command, "--device", options.device], stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(
+            [*command, "--device", options.device],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TPL_TOKEN": TOKEN},
+        )
         try:
             assert server.stdout is not None
             url = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
             measure(url, asked, options.clients, 1.0)  # warm
             result = measure(url, asked, options.clients, options.seconds)
+            if options.learning:
+                result = {"before": result} | learn_meanwhile(url, asked, options.clients)
             result["images_per_pass"] = round(batch_size(url), 1)
         finally:
             server.terminate()

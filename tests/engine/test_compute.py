@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -68,3 +70,26 @@ def test_an_interrupt_ends_the_work_first() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert told == [True]
+
+
+def test_a_program_of_its_own_trains_in_its_own_thread() -> None:
+    """In another process, as the settings are those of a whole process."""
+    lines = [
+        "import threading, torch",
+        "from tpl import program",
+        "from tpl.engine import choose_compute",
+        "from tpl.engine.compute import without_denormals",
+        "program.claim()",
+        "choose_compute('cpu')",
+        "seen = []",
+        "def work(interrupted):",
+        "    left = torch.full((1_000_000,), 1e-39) * 0.5",
+        "    seen.append((threading.current_thread() is threading.main_thread(), int(left.count_nonzero())))",
+        "without_denormals(work)",
+        "assert seen == [(True, 0)], seen",
+    ]
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot do without denormal numbers")
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from tpl.cli import app as commands
 from tpl.serve.app import create_app
 from tpl.serve.model import Batcher, ImageQuery, ModelSource, ServedModel
 from tpl.serve.security import Access
-from tpl.serve.server import Settings
+from tpl.serve.server import Server, Settings
 from tpl.serve.uploads import Limits, prepare
 
 PICTURES = [digit(c, 20 + c) for c in range(4)]
@@ -227,3 +227,25 @@ def test_a_question_that_fails_leaves_the_next_one_alone(learned: Path) -> None:
     failed, reply = asyncio.run(ask())
     assert isinstance(failed, Exception)
     assert reply.answer == served.answer([good])[0].answer
+
+
+def test_only_the_thread_that_answers_computes_with_several_threads(learned: Path) -> None:
+    """Two teams of torch's threads would make every answer take twice as long."""
+    before = torch.get_num_threads()
+
+    async def threads() -> tuple[int, int, int]:
+        server = Server(ModelSource(learned, "cpu"), Settings(Access("", False, ())))
+        loop = asyncio.get_running_loop()
+        counts = [await server.batcher.call(torch.get_num_threads)]
+        for pool in (server.model._loader, server.decoders):
+            counts.append(await loop.run_in_executor(pool, torch.get_num_threads))
+            pool.shutdown()
+        await server.batcher.stop()
+        return counts[0], counts[1], counts[2]
+
+    torch.set_num_threads(2)
+    try:
+        assert asyncio.run(threads()) == (2, 1, 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

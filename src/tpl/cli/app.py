@@ -22,6 +22,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.markup import escape
 from rich.segment import Segment
 
+from tpl import program
 from tpl._version import __version__
 from tpl.errors import TplError
 from tpl.lines import printable
@@ -126,6 +127,7 @@ def _at_hand(arguments: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run the command line; an error that the user can mend becomes one line and exit code 2."""
+    program.claim()
     try:
         _at_hand(sys.argv[1:])()
     except TplError as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tpl import program
 from tpl.engine.distributed import current
 from tpl.errors import TplError
 from tpl.files import cache_folder
@@ -106,6 +107,8 @@ def choose_compute(device: str = "auto", precision: str = "auto", compile: str =
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         raise TplError(f"Device '{device}' cannot be used here: {str(error).splitlines()[0]}") from error
     on_gpu = chosen.type == "cuda"
+    if chosen.type == "cpu" and program.own:
+        torch.set_flush_denormal(True)  # now: the threads that torch starts later take it over
     if on_gpu and precision == "fp32":
         torch.backends.cudnn.allow_tf32 = False  # convolutions, too: by default they round to ten bits
     if compile == "on" and not (on_gpu and _has_compiler()):
@@ -138,16 +141,24 @@ def _has_compiler() -> bool:
 
 
 def without_denormals(work: Callable[[threading.Event], None]) -> None:
-    """Run `work` on a thread of its own, whose arithmetic rounds denormal numbers (below 1e-38) to zero.
+    """Run `work` in arithmetic that rounds denormal numbers (below 1e-38) to zero.
 
     A CPU computes with denormal numbers many times slower, and masks that are nearly closed make them by the thousand.
-    The setting holds for a thread and for the threads it starts, so it is undone with the thread. An interrupt sets the
-    event that `work` is given; it should then end.
+    The setting holds for a thread and for the threads it starts. In a program of this package, `choose_compute` has
+    made it already. In another, `work` gets a thread of its own, with which it ends; an interrupt sets the event that
+    `work` is given, and it should then end. That is slower, since torch's threads are a team for each thread that
+    computes: with two teams, waiting threads sleep instead of spinning, and steps of many short operations wait for
+    them to wake up.
     """
+    if program.own and threading.current_thread() is threading.main_thread():
+        work(threading.Event())
+        return
     interrupted, done, failures = threading.Event(), threading.Event(), list[BaseException]()
+    threads = torch.get_num_threads()
 
     def run() -> None:
         try:
+            torch.set_num_threads(threads)
             torch.set_flush_denormal(True)
             if not interrupted.is_set():
                 work(interrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import secrets
 import sys
@@ -179,7 +180,11 @@ class JobQueue:
         )
         command = sys.executable, "-P", "-m", "tpl.serve.worker"  # -P: no module is imported from the current folder
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=MAX_LINE)
+        # The server's threads have priority: one that waits for another of the worker's must not spin meanwhile.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=MAX_LINE, env=environment
+        )
         assert process.stdin is not None and process.stdout is not None
         reports: dict[str, Any] = {}
         try:

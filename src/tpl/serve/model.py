@@ -180,13 +180,26 @@ class ServedModel:
         return {name: thumbnail(images[0]) for name, images in list(pairs)[:MAX_PICTURES] if images}
 
 
+def executor(name: str, workers: int = 1, threads: int = 1) -> ThreadPoolExecutor:
+    """Threads of Python, each of which computes with so many threads of torch.
+
+    A thread that computes with several has a team of its own. With two teams, waiting threads sleep instead of
+    spinning, and an answer takes twice as long: only the thread that answers has a team.
+    """
+    return ThreadPoolExecutor(workers, name, torch.set_num_threads, (threads,))
+
+
 class CurrentModel:
     """The newest snapshot; requests in progress keep the one they began with."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
-        self.current = ServedModel(source)
+        self._loader = executor("load")
+        self.current = self._load()
         self._loading = threading.Lock()
+
+    def _load(self) -> ServedModel:
+        return self._loader.submit(ServedModel, self.source).result()
 
     def is_stale(self) -> bool:
         """Whether the directory has a newer model, committed by a worker or by another process."""
@@ -196,7 +209,7 @@ class CurrentModel:
         """Load the directory's model if it is newer; if that fails, the old one stays."""
         with self._loading:
             if self.is_stale():
-                self.current = ServedModel(self.source)
+                self.current = self._load()
                 give_back_memory()
             return self.current
 
@@ -227,11 +240,15 @@ class Batcher:
     """Collects queries into batches for the one thread that computes."""
 
     def __init__(
-        self, max_batch: int = 32, wait_seconds: float = 0.003, on_batch: Callable[[int], None] = lambda size: None
+        self,
+        max_batch: int = 32,
+        wait_seconds: float = 0.003,
+        on_batch: Callable[[int], None] = lambda size: None,
+        threads: int | None = None,
     ) -> None:
         self.max_batch, self.wait_seconds, self.on_batch = max_batch, wait_seconds, on_batch
         self._waiting: asyncio.Queue[Pending] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        self._thread = executor("model", 1, threads or torch.get_num_threads())
         self._task: asyncio.Task[None] | None = None
 
     @property

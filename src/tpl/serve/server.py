@@ -9,13 +9,13 @@ import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fastapi import FastAPI, UploadFile
 from filelock import FileLock, Timeout
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,7 +27,7 @@ from tpl.learner import Learner
 from tpl.serve.advice import Advice
 from tpl.serve.errors import Refusal, log
 from tpl.serve.jobs import STATES, JobQueue, LearningJob, new_id, without_paths
-from tpl.serve.model import Batcher, CurrentModel, ImageQuery, ModelSource, ServedModel
+from tpl.serve.model import Batcher, CurrentModel, ImageQuery, ModelSource, ServedModel, executor
 from tpl.serve.security import Access
 from tpl.serve.uploads import Limits, check_archive, prepare, shown_name
 from tpl.stream import UnreadableImage
@@ -124,11 +124,13 @@ class Server:
 
     def __init__(self, source: ModelSource, settings: Settings) -> None:
         self.settings = settings
+        threads = torch.get_num_threads()  # before a thread is told to use one: later threads do so, too
         self.model = CurrentModel(source)
         self.metrics = Metrics()
-        self.batcher = Batcher(GPU_BATCH if self._on_gpu() else CPU_BATCH, on_batch=self.metrics.batch.observe)
+        batch = GPU_BATCH if self._on_gpu() else CPU_BATCH
+        self.batcher = Batcher(batch, on_batch=self.metrics.batch.observe, threads=threads)
         self.jobs = JobQueue(source, settings.limits, self.reload)
-        self.decoders = ThreadPoolExecutor(max_workers=DECODERS, thread_name_prefix="decode")
+        self.decoders = executor("decode", DECODERS)
         self.advice = Advice(self.batcher, settings.limits)
         self.spool = Path()  # the folder of uploads while the server runs
         self._add_gauges()

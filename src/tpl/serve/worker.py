@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tpl import program
 from tpl.errors import TplError
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def _report_problems(problems: list[str], lost: set[str], spec: JobSpec, send: S
 
 def main() -> None:
     """Learn the task that is specified on stdin."""
+    program.claim()
     with suppress(AttributeError, OSError):
         os.nice(10)  # predictions have priority
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tpl import program
 from tpl.bench.engines.base import (
     ATTEMPTS,
     FAILED,
@@ -203,6 +204,7 @@ def _stop(working: Mapping[Connection, _Worker]) -> None:
 
 
 def _work(text: str, carry_out: CarryOut, sender: Connection) -> None:
+    program.claim()
     job = Job.from_json(text)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tpl import program
 from tpl._version import __version__
 from tpl.bench.engines.base import (
     ATTEMPTS,
@@ -354,6 +355,7 @@ class _Link:
 
 def work(text: str, carry_out: CarryOut, settings: WorkerSettings) -> None:
     """Make an attempt at a job. A TplError is final; after a MayPassError, Ray makes another one."""
+    program.claim()
     job = Job.from_json(text)
     link = _Link(settings.queue, job.name)
     away = settings.probe is None or not Path(settings.probe).exists()
