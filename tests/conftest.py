@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import small_encoder  # noqa: F401 (timm knows it from now on)
+from tpl import program
 from tpl.stream import ArrayImages, Stream, Task
 
 pytest.register_assert_rewrite("common_checks")
+program.claim = lambda: None  # this process stays one that imports the package, also where a test calls `main`
 os.environ["TPL_OFFLINE"] = "1"  # nothing is fetched by default, network or not
 os.environ["TPL_IMAGE_CACHE"] = "off"  # tests leave nothing behind in the user's cache folder
 # For workers that start later, as it is read when torch is loaded: a thread that waits leaves its core to the others.

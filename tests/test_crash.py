@@ -29,7 +29,7 @@ def test_killed_writers_leave_the_model_before_or_after() -> None:
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
     assert result["broken"] == [] and done.returncode == 0
-    assert result["kills"] == sum(result["left"].values()) == KILLS
+    assert result["kills"] == sum(result["left"].values()) >= KILLS
     assert {what.split(":")[0] for what in result["left"]} == {"learn", "update", "remove", "remove a task"}
     assert any(what.endswith(": old") for what in result["left"])
 
