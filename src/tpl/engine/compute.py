@@ -145,10 +145,10 @@ def without_denormals(work: Callable[[threading.Event], None]) -> None:
 
     A CPU computes with denormal numbers many times slower, and masks that are nearly closed make them by the thousand.
     The setting holds for a thread and for the threads it starts. In a program of this package, `choose_compute` has
-    made it already. In another, `work` gets a thread of its own, with which it ends; an interrupt sets the event that
-    `work` is given, and it should then end. That is slower, since torch's threads are a team for each thread that
-    computes: with two teams, waiting threads sleep instead of spinning, and steps of many short operations wait for
-    them to wake up.
+    made the setting for the whole process. In another program, `work` gets a thread of its own, and the setting ends
+    with that thread; an interrupt sets the event that `work` is given, and `work` should then end. A thread of its own
+    is slower, since every thread that computes has a team of torch's threads: with two teams, waiting threads sleep
+    instead of spinning, and steps of many short operations wait until they are awake.
     """
     if program.own and threading.current_thread() is threading.main_thread():
         work(threading.Event())

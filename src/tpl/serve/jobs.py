@@ -180,7 +180,8 @@ class JobQueue:
         )
         command = sys.executable, "-P", "-m", "tpl.serve.worker"  # -P: no module is imported from the current folder
         pipe = asyncio.subprocess.PIPE
-        # The server's threads have priority: one that waits for another of the worker's must not spin meanwhile.
+        # The server's threads have priority. A thread of the worker that waits for another should sleep: spinning, it
+        # would use up the little time that the server leaves.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, limit=MAX_LINE, env=environment
