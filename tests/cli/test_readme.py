@@ -38,7 +38,8 @@ def check_command(line: str) -> None:
     assert command is not None or name.startswith("-"), line
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    known = {option for parameter in getattr(command, "params", ()) for option in parameter.opts} | {"--help"}
+    parameters = getattr(command, "params", ())
+    known = {option for parameter in parameters for option in [*parameter.opts, *parameter.secondary_opts]} | {"--help"}
     given = {word.split("=")[0].rstrip(",;.)") for word in words if word.startswith("--")}
     assert given <= known, (line, given - known)
 
