@@ -19,6 +19,7 @@ from small_encoder import SMALL_VIT
 from tensors import differences, tensors_of
 from tpl import Learner, Task
 from tpl.methods import load_methods
+from tpl.methods.base import KEEP
 from tpl.stream import Stream, TaskClosed
 
 Case = tuple[str, dict[str, object]]  # a method and its options
@@ -43,6 +44,7 @@ __all__ = [
     "test_save_and_load_give_identical_answers",
     "test_the_number_of_threads_changes_answers_by_rounding_only",
     "test_the_stream_refuses_to_hand_out_an_old_task",
+    "test_what_is_kept_of_images_answers_after_later_tasks",
     "trained",
 ]
 
@@ -132,6 +134,18 @@ def test_the_number_of_threads_changes_answers_by_rounding_only(trained: Learner
         with threads(count):
             answers.append(trained.log_probabilities(images))
     torch.testing.assert_close(*answers, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_kept_of_images_answers_after_later_tasks(
+    case: Case, trained: Learner, small_stream: Stream, saved: Path
+) -> None:
+    """A benchmark keeps `forward` of test images from stage to stage; it must not miss what later tasks change."""
+    images, early = small_stream[0].test, Learner.load(saved / str(case) / "0", device="cpu")
+    assert images is not None
+    pixels = trained.prepare(images)
+    kept = trained.method.forward(pixels, {KEEP}, early.method.forward(pixels, {KEEP}))
+    answers = trained.method.decide([kept])
+    torch.testing.assert_close(answers.log_p, trained.method.log_probabilities(pixels), rtol=1e-6, atol=1e-6)
 
 
 @contextmanager

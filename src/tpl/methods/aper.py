@@ -28,7 +28,8 @@ from torch import Tensor
 from tpl.engine import Callback, Compute, Samples
 from tpl.methods.base import register
 from tpl.methods.parts.cosine import CosineHeadMethod, cosines
-from tpl.methods.parts.network import CosineScheduleConfig
+from tpl.methods.parts.fixed_features import FixedFeatures
+from tpl.methods.parts.network import CosineScheduleConfig, NetworkMethod
 from tpl.nets import Encoder
 from tpl.stream import Task
 
@@ -39,7 +40,7 @@ class APERConfig(CosineScheduleConfig):
 
 
 @register
-class APER(CosineHeadMethod):
+class APER(FixedFeatures, CosineHeadMethod):
     """Prototypes in the features of the encoder, plain and adapted to the first task."""
 
     name = "aper"
@@ -68,12 +69,12 @@ class APER(CosineHeadMethod):
             self.scale = self.train_features(task, samples, callback)
         new, first = len(task.classes), len(self.classes_)
         self.sums, self.counts = F.pad(self.sums, (0, 0, 0, new)), F.pad(self.counts, (0, new))
-        self.add_to_prototypes(samples.pixels, samples.labels + first)
+        self.add_to_prototypes(self.encode(samples, callback, self.features), samples.labels + first)
 
-    def add_to_prototypes(self, pixels: Tensor, numbers: Tensor) -> None:
-        """Add images, labelled by class number, to the sums behind the prototypes."""
+    def add_to_prototypes(self, z: Tensor, numbers: Tensor) -> None:
+        """Add embeddings, labelled by class number, to the sums behind the prototypes."""
         member = F.one_hot(numbers, len(self.counts)).double()
-        self.sums = self.sums + member.T @ self.embeddings(pixels)
+        self.sums = self.sums + member.T @ z
         self.counts = self.counts + member.sum(dim=0)
 
     @property
@@ -81,17 +82,17 @@ class APER(CosineHeadMethod):
         """The mean embedding of every class, `[classes, 2 dim]`."""
         return self.sums / self.counts.unsqueeze(1)
 
-    def embeddings(self, pixels: Tensor) -> Tensor:
-        """Concatenated features of the original and the adapted encoder, `[n, 2 dim]`, float64."""
-        return torch.cat([self.encoder_features(pixels), self.features(pixels)], dim=1).double()
+    def features(self, pixels: Tensor) -> Tensor:
+        """An image's embedding: features of the original and of the adapted encoder, `[n, 2 dim]`, float64."""
+        return torch.cat([self.encoder_features(pixels), NetworkMethod.features(self, pixels)], dim=1).double()
 
-    def log_probabilities(self, pixels: Tensor) -> Tensor:
+    def classify(self, z: Tensor) -> Tensor:
         """Softmax of scaled cosines with the prototypes."""
-        return (self.scale * cosines(self.embeddings(pixels), self.prototypes)).log_softmax(dim=1)
+        return (self.scale * cosines(z, self.prototypes)).log_softmax(dim=1)
 
     def update_classes(self, task: Task, samples: Samples, held: Samples) -> None:
         """More images of known classes move their prototypes."""
-        self.add_to_prototypes(samples.pixels, self.numbers_of(task, samples))
+        self.add_to_prototypes(self.features(samples.pixels), self.numbers_of(task, samples))
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's prototype."""

@@ -25,7 +25,8 @@ from torch import Tensor
 from tpl.config import Config, option
 from tpl.engine import Callback, Compute, Samples
 from tpl.errors import TplError
-from tpl.methods.base import Method, register
+from tpl.methods.base import register
+from tpl.methods.parts.fixed_features import FixedFeatures
 from tpl.nets import Encoder
 from tpl.scores.distances import ClassStatistics
 from tpl.store import State
@@ -62,7 +63,7 @@ class Discriminant:
 
 
 @register
-class SLDA(Method):
+class SLDA(FixedFeatures):
     """A global classifier in closed form over the frozen encoder."""
 
     name = "slda"
@@ -97,9 +98,13 @@ class SLDA(Method):
     def _add(self, z: Tensor, labels: Tensor) -> None:
         self.statistics = self.statistics.add(z, labels)
 
-    def log_probabilities(self, pixels: Tensor) -> Tensor:
+    def features(self, pixels: Tensor) -> Tensor:
+        """The encoder's own."""
+        return self.encoder_features(pixels)
+
+    def classify(self, z: Tensor) -> Tensor:
         """What Gaussians with the classes' means and the common covariance say of each image."""
-        return self.analysis.logits(self.encoder_features(pixels)).log_softmax(dim=1)
+        return self.analysis.logits(z).log_softmax(dim=1)
 
     def remove_class(self, task: int, own: int, number: int) -> None:
         """Drop the class's mean."""

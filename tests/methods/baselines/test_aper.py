@@ -87,7 +87,7 @@ def test_more_images_move_a_prototype_and_a_class_can_go(small_stream: Stream) -
     first, second = small_stream[:2]
     learner.learn(first, held_out=0).learn(second, held_out=0)
     images = [second.train.load(i) for i in range(3)]
-    z = method.embeddings(learner.prepare(second.train.select(np.arange(3))))
+    z = method.features(learner.prepare(second.train.select(np.arange(3))))
     expected = (16 * method.prototypes[2] + z.sum(dim=0)) / 19
     learner.update(images, [second.classes[0]] * 3, held_out=0)
     torch.testing.assert_close(method.prototypes[2], expected)

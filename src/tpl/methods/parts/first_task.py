@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tpl.config import option
 from tpl.engine import Callback, Compute, Samples
+from tpl.methods.parts.fixed_features import FixedFeatures
 from tpl.methods.parts.network import CosineScheduleConfig, NetworkMethod
 from tpl.methods.parts.ridge import cross_entropies
 from tpl.nets import Encoder
@@ -56,7 +57,7 @@ class Classifier(Protocol):
         """All tensors, for storage."""
 
 
-class ClosedFormMethod(NetworkMethod):
+class ClosedFormMethod(FixedFeatures, NetworkMethod):
     """A closed-form classifier over the features of an encoder that the first task may have adapted."""
 
     config_class = FirstTaskConfig
@@ -90,11 +91,11 @@ class ClosedFormMethod(NetworkMethod):
 
     def features(self, pixels: Tensor) -> Tensor:
         """The encoder's features, or those of the network adapted to the first task."""
-        return self.encoder_features(pixels) if self.config.adapt == "none" else super().features(pixels)
+        return self.encoder_features(pixels) if self.config.adapt == "none" else NetworkMethod.features(self, pixels)
 
-    def log_probabilities(self, pixels: Tensor) -> Tensor:
+    def classify(self, z: Tensor) -> Tensor:
         """The classifier's log-probabilities."""
-        return self.learned.log_probabilities(self.features(pixels))
+        return self.learned.log_probabilities(z)
 
     @property
     def learned(self) -> Classifier:
