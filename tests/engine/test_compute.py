@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpl.engine.compute import keep_compiled_code, without_denormals
+from tpl.engine.compute import QUAD, Inference, choose_compute, keep_compiled_code, without_denormals
 from tpl.errors import TplError
 
 
@@ -93,3 +93,19 @@ def test_a_program_of_its_own_trains_in_its_own_thread() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("side", "widest"), [(224, 197 * 768), (128, 65 * 768), (32, 64 * 32 * 32)])
+def test_a_pass_on_a_cpu_is_small_enough_for_its_caches_and_loses_no_image(side: int, widest: int) -> None:
+    """ViT-tiny at 224 and 128 pixels, and ResNet-18: below 32 MiB an activation reuses memory."""
+    passes = list[int]()
+
+    def brightness(images: torch.Tensor) -> torch.Tensor:
+        passes.append(len(images))
+        return images.mean(dim=(1, 2, 3)).unsqueeze(1)
+
+    pixels = torch.randint(0, 256, (203, 3, side, side), dtype=torch.uint8)
+    found = Inference(brightness, choose_compute("cpu"), torch.Tensor.float)(pixels)
+    torch.testing.assert_close(found, pixels.float().mean(dim=(1, 2, 3)).unsqueeze(1))
+    assert sum(passes) == 204 and all(count % QUAD == 0 and 4 * count * widest < 2**25 for count in passes)
+    assert max(passes) >= 20  # many small passes are slow, too

@@ -29,7 +29,10 @@ PRECISIONS = ("auto", "fp32", "bf16")
 COMPILE = ("auto", "on", "off")
 SHARE_FOR_IMAGES = 0.4  # of the free memory of a GPU, or of the computer
 GRAPH_DEVICES = {"cuda"}  # types of devices that have CUDA graphs
-BLOCK = 256  # images of one pass
+BLOCK = 256  # images of one pass on a GPU
+# Of a pass on a CPU: activations should stay in its caches, and for a tensor of 32 MiB or more glibc gets fresh memory
+# from the system every time.
+CPU_PIXELS, CPU_IMAGES = 2**20, 96
 MEMORY_INFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 WAIT = 0.2  # seconds between two looks at whether a thread is done
 QUAD = 4  # on many CPUs, products over a number of images that is no multiple of four take other paths
@@ -251,8 +254,8 @@ class Inference:
 
     Libraries choose kernels by the batch's size, and kernels round differently. So on a GPU every block is filled up to
     one size: an image's result has the same bits alone and among thousands. All blocks are replays of one CUDA graph,
-    with images and weights as its inputs. On a CPU blocks are filled up to a multiple of four: results have the same
-    bits on some CPUs, and are the same up to rounding on all.
+    with images and weights as its inputs. On a CPU blocks are smaller, and filled up to a multiple of four: results
+    have the same bits on some CPUs, and are the same up to rounding on all.
     """
 
     def __init__(
@@ -263,10 +266,11 @@ class Inference:
 
     def __call__(self, pixels: Tensor, *weights: Tensor) -> Tensor:
         """The function's values for uint8 `pixels`, on the compute device."""
-        size = BLOCK if uses_cuda_graphs(self.compute.device) else QUAD
+        replayed = uses_cuda_graphs(self.compute.device)
+        size = BLOCK if replayed else QUAD
         parts = []
         with torch.no_grad():
-            for part in pixels.split(BLOCK):
+            for part in pixels.split(BLOCK if replayed else images_on_a_cpu(pixels)):
                 count = len(part)
                 if missing := -max(count, 1) % size + (count == 0):
                     part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
@@ -276,3 +280,9 @@ class Inference:
 
     def _plain(self, pixels: Tensor, *weights: Tensor) -> Tensor:
         return self.function(self.normalise(pixels), *weights)
+
+
+def images_on_a_cpu(pixels: Tensor) -> int:
+    """Number of images of one pass on a CPU, given uint8 images or vectors."""
+    area = pixels.shape[1:].numel() // 3
+    return min(CPU_PIXELS // max(area, 1) // QUAD * QUAD or QUAD, CPU_IMAGES)
