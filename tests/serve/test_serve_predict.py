@@ -16,10 +16,10 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from conftest import ADDRESS, HOSTS, KEY, TOKEN, digit
-from tpl import Learner
+from tpl import Learner, program
 from tpl.cli import app as commands
 from tpl.serve.app import create_app
-from tpl.serve.model import Batcher, ImageQuery, ModelSource, ServedModel
+from tpl.serve.model import Batcher, ImageQuery, ModelSource, ServedModel, executor
 from tpl.serve.security import Access
 from tpl.serve.server import Server, Settings
 from tpl.serve.uploads import Limits, prepare
@@ -249,3 +249,14 @@ def test_only_the_thread_that_answers_computes_with_several_threads(learned: Pat
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_thread_of_a_server_computes_like_every_other_command(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without denormal numbers, but in the process of another program with them."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot do without denormal numbers")
+    monkeypatch.setattr(program, "own", own)
+    with executor("one", threads=2) as threads:
+        found = threads.submit(lambda: int((torch.full((1_000_000,), 1e-39) * 0.5).count_nonzero())).result()
+    assert found == (0 if own else 1_000_000)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpl import program
 from tpl.answers import DIGITS, Answer
 from tpl.learner import Learner
 from tpl.store import ModelStore
@@ -184,9 +185,16 @@ def executor(name: str, workers: int = 1, threads: int = 1) -> ThreadPoolExecuto
     """Threads of Python, each of which computes with so many threads of torch.
 
     A thread that computes with several has a team of its own. With two teams, waiting threads sleep instead of
-    spinning, and an answer takes twice as long: only the thread that answers has a team.
+    spinning, and an answer takes twice as long: only the thread that answers has a team. In a program of this
+    package all of them round denormal numbers to zero, as every other command does.
     """
-    return ThreadPoolExecutor(workers, name, torch.set_num_threads, (threads,))
+
+    def begin() -> None:
+        torch.set_num_threads(threads)
+        if program.own:
+            torch.set_flush_denormal(True)
+
+    return ThreadPoolExecutor(workers, name, begin)
 
 
 class CurrentModel:
@@ -204,6 +212,10 @@ class CurrentModel:
     def is_stale(self) -> bool:
         """Whether the directory has a newer model, committed by a worker or by another process."""
         return version_of(self.source.path) not in (None, self.current.version)
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self._loader.shutdown(wait=False, cancel_futures=True)
 
     def refresh(self) -> ServedModel:
         """Load the directory's model if it is newer; if that fails, the old one stays."""

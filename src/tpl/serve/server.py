@@ -167,6 +167,7 @@ class Server:
                 await self.jobs.stop()
                 await self.batcher.stop()
                 self.decoders.shutdown(wait=False, cancel_futures=True)
+                self.model.close()
 
     async def reload(self) -> None:
         """Serve the directory's newest model. Requests in progress finish with the model they began with."""
