@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tpl.bench.results import describe_environment
 from tpl.engine import choose_compute
-from tpl.methods.bank import Query, inference
+from tpl.methods.bank import Query
+from tpl.methods.bank import bank as bank_module
 from tpl.methods.tpl import TPL, TPLConfig
 from tpl.nets import create_encoder
 
@@ -35,7 +36,7 @@ CLASSES = 10  # of a task
 def main() -> None:
     """Measure and print one JSON object."""
     options = parsed()
-    inference.ROWS = options.rows or inference.ROWS
+    bank_module.ROWS = options.rows or bank_module.ROWS
     compute = choose_compute(options.device, options.precision, options.compile)
     method = TPL(create_encoder(options.encoder, options.weights), TPLConfig(latent=options.latent), compute)
     naive = Naive(method, create_encoder(options.encoder, options.weights))  # the method's own may be compiled
@@ -60,7 +61,7 @@ def main() -> None:
         "precision": "bf16" if compute.bf16 else "fp32",
         "compiled": method.encoder.fused,
         "latent": options.latent,
-        "rows_of_a_pass": inference.ROWS if compute.device.type == "cuda" else None,
+        "rows_of_a_pass": bank_module.ROWS if compute.device.type == "cuda" else None,
         "passes_of_some": options.passes,
         "threads": torch.get_num_threads(),
         "tasks": "random, untrained, 70 % of the units open",

@@ -21,7 +21,7 @@ from tensors import differences, tensors_of
 from tpl import Learner, Task
 from tpl.bench.evaluate import Evaluator
 from tpl.cli import app as commands
-from tpl.methods.bank.inference import CPUInference, QueryPart
+from tpl.methods.bank.bank import CPUInference, QueryPart
 from tpl.methods.plus import TPLPlus
 from tpl.serve.model import ImageQuery, ModelSource, ServedModel
 from tpl.stream import ArrayImages, Stream

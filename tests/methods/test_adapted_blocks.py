@@ -16,8 +16,9 @@ from small_encoder import SMALL_VIT
 from tpl import Learner
 from tpl.engine import Recipe, Samples, compute, no_callback
 from tpl.errors import TplError
-from tpl.methods.bank import Bank, Query, inference, training
-from tpl.methods.bank.inference import CPUInference, RowInference
+from tpl.methods.bank import Bank, Query, training
+from tpl.methods.bank import bank as bank_module
+from tpl.methods.bank.bank import CPUInference, RowInference
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.bank.training import TrainingJob, run_jobs, with_tokens
 from tpl.methods.tpl import TPL
@@ -152,7 +153,7 @@ def test_within_one_answer_the_blocks_below_run_once(
     with calls_of(how, "tokens", monkeypatch) as computed:
         bank.outputs(pixels, 0)
         assert len(computed) == 2  # nothing is kept for later
-    monkeypatch.setattr(inference, "MOST_SHARED", 0)
+    monkeypatch.setattr(bank_module, "MOST_SHARED", 0)
     with calls_of(how, "tokens", monkeypatch) as computed, bank.sharing(pixels):
         again = [bank.outputs(pixels, task).features for task in (0, 2)]
         assert len(computed) == 4
@@ -199,7 +200,7 @@ def test_all_shared_tokens_together_are_bounded(monkeypatch: pytest.MonkeyPatch)
     bank = new_bank(encoder, adapted_blocks=1)
     bank.share_too(pixels)
     assert not bank._shared._shared  # not without a context
-    monkeypatch.setattr(inference, "MOST_SHARED", bank.tokens(pixels).nbytes)
+    monkeypatch.setattr(bank_module, "MOST_SHARED", bank.tokens(pixels).nbytes)
     with calls_of(CPUInference, "tokens", monkeypatch) as computed, bank.sharing(pixels):
         bank.share_too(others)
         for _ in range(2):

@@ -24,7 +24,7 @@ from tpl.bench.evaluate import Evaluator
 from tpl.engine import compute as engine_compute
 from tpl.engine.compute import capture
 from tpl.methods import load_methods
-from tpl.methods.bank import inference
+from tpl.methods.bank import bank as bank_module
 from tpl.methods.bank.techniques import TECHNIQUES, ClassVAE
 from tpl.stream import Stream
 
@@ -52,7 +52,7 @@ CASES |= {
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little as can be: of CMG's generator, and of the rows that fill a GPU's passes up."""
     monkeypatch.setattr(ClassVAE, "steps", 5)
-    for module, name in ((engine_compute, "BLOCK"), (inference, "BLOCK"), (inference, "ROWS")):
+    for module, name in ((engine_compute, "BLOCK"), (bank_module, "BLOCK"), (bank_module, "ROWS")):
         monkeypatch.setattr(module, name, 32)
     monkeypatch.setattr("tpl.methods.parts.closed_form.RANDOM_FEATURES", 64)
 

@@ -16,7 +16,7 @@ from small_encoder import SMALL_VIT
 from tpl import Learner, Task, TplError
 from tpl.export.graph import AnswerGraph
 from tpl.methods.bank import Query
-from tpl.methods.bank.inference import RowInference
+from tpl.methods.bank.bank import RowInference
 from tpl.methods.plus import TPLPlus
 from tpl.methods.tpl import TPL
 from tpl.nets import ViTEncoder

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from elsewhere import ELSEWHERE, elsewhere
 from tpl.engine import choose_compute
-from tpl.methods.bank import Bank, Query, inference
-from tpl.methods.bank.inference import CPUInference, PerTaskInference, QueryPart, RowInference, _filled_up, _grouped
+from tpl.methods.bank import Bank, Query
+from tpl.methods.bank import bank as bank_module
+from tpl.methods.bank.bank import CPUInference, PerTaskInference, QueryPart, RowInference, _filled_up, _grouped
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.nets import Encoder, ResNetEncoder, ViTEncoder, create_encoder
 from tpl.stream.preprocess import Preprocess
@@ -169,19 +170,19 @@ def test_tasks_with_adapters_of_their_own_share_passes(
 
     So it has if a set is too large for several copies.
     """
-    monkeypatch.setattr(inference, "ROWS", 32)
+    monkeypatch.setattr(bank_module, "ROWS", 32)
     if large:
-        monkeypatch.setattr(inference, "MOST_GATHERED", 1)
+        monkeypatch.setattr(bank_module, "MOST_GATHERED", 1)
     with elsewhere(recording=replayed):
         encoder = small_vit()
         bank = new_bank(encoder, ELSEWHERE.type)
         grow(bank)
-        run = bank._inference
-        assert isinstance(run, RowInference)
+        inference = bank._inference
+        assert isinstance(inference, RowInference)
         few = [QueryPart(t, t, torch.arange(2 + t)) for t in range(TASKS)]
-        assert len(list(run.batches(few, 5))) == (1 if replayed and not large else TASKS)
+        assert len(list(inference.batches(few, 5))) == (1 if replayed and not large else TASKS)
         if replayed:
-            assert run._group == (32 if large else 8)
+            assert inference._group == (32 if large else 8)
         asked = pixels[:21].to(ELSEWHERE)
         found, expected = by_bank(bank, asked), by_loop(bank, asked)
         assert_close([each.cpu() for each in found], [each.cpu() for each in expected])

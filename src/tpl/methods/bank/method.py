@@ -27,8 +27,7 @@ from tpl.config import option
 from tpl.engine import Callback, Compute, Recipe, Samples
 from tpl.errors import TplError
 from tpl.memory import FEATURE_POLICIES, POLICIES, Memory
-from tpl.methods.bank.bank import Bank, Outputs, TaskModel, Technique
-from tpl.methods.bank.inference import Query
+from tpl.methods.bank.bank import Bank, Outputs, Query, TaskModel, Technique
 from tpl.methods.bank.protect import ProtectConfig
 from tpl.methods.bank.training import TrainingJob, run_jobs, same_samples, to_all
 from tpl.methods.base import UNKNOWN, Answers, Method, cloned, task_of_class
