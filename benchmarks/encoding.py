@@ -3,7 +3,7 @@
 The best of some rounds; `own` is the number that the engine chooses for images of this size. With the closed-form
 methods, learning is encoding, and little else.
 
-python benchmarks/encoding.py --encoder photos compact      # half a minute on two cores
+python benchmarks/encoding.py --encoder photos compact      # one or two minutes on two cores
 python benchmarks/encoding.py --encoder vit_tiny_patch16_224 --weights FILE --precision fp32 bf16
 """
 
