@@ -66,7 +66,7 @@ SETTINGS = {
     "c100-20t-deit-tiny": "C100-20T, DeiT-tiny",
 }
 FAMILY = "tpl", "row", "more", "hat"
-FAMILY_BENCHMARKS = "c10-5t", "c100-10t", "c100-20t"
+FAMILY_BENCHMARKS = "c10-5t", "c100-10t", "c100-20t", "t-5t", "t-10t"
 SCRATCH = "c100-10t", "c100-20t"
 SCRATCH_ROWS = {  # a run, and what it is called
     "tpl": "TPL, changed (`scratch-rotations`)",
