@@ -87,8 +87,8 @@ def save_webp(picture: Path, file: Path, width: int) -> None:
 def accuracy_curve(scene: Scene, file: Path) -> None:
     """Accuracy on all classes so far: fine-tuning falls; the upper bounds are points, trained after the last task."""
     runs = {
-        "joint-ridge": (UPPER, [RUNS / "c100-10t-vit-tiny-joint-ridge-natural"]),
-        "joint": (UPPER, [RUNS / "c100-10t-vit-tiny-joint-natural"]),
+        "joint-ridge": (UPPER, sorted(RUNS.glob("c100-10t-vit-tiny-joint-ridge-*"))),
+        "joint": (UPPER, sorted(RUNS.glob("c100-10t-vit-tiny-joint-[nr]a*"))),
         "tpl-plus": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-tpl-plus-grown-*"))),
         "ranpac": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-ranpac-first-*"))),
         "tpl": (CONTINUAL, sorted(RUNS.glob("c100-10t-vit-tiny-tpl-[nr]a*"))),

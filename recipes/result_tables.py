@@ -50,6 +50,7 @@ PAGES = {
         "small",
         "baselines",
         "scores",
+        "betas",
         "scratch",
         "parts",
     ),
@@ -689,6 +690,22 @@ def memory_table() -> list[str]:
 def scores_table() -> list[str]:
     """Every variant of TPL's score on the same trained models, natural order."""
     return table("variant | " + " | ".join(SETTINGS.values()), score_rows(ablations()), 1)
+
+
+def betas_table() -> list[str]:
+    """TPL's two scales in the paper's range, in units of the encoder's own inverse means; natural order."""
+    found = [variants(RESULTS / "choices/cifar100/betas" / benchmark) for benchmark in ("c100-10t", "c10-5t")]
+
+    def rows() -> Iterator[list[str]]:
+        for beta1 in ("0.78", "1", "1.3"):
+            names = [
+                "as trained" if beta1 == beta2 == "1" else f"beta1 = {beta1} and beta2 = {beta2} inverse means"
+                for beta2 in ("0.78", "1", "1.3")
+            ]
+            yield [f"beta1 = {beta1}x", *(f"{100 * each[name]['last']:.2f}" for each in found for name in names)]
+
+    columns = [f"{title}, beta2 = 0.78x | 1x | 1.3x" for title in ("C100-10T", "C10-5T")]
+    return table(" | ".join(["Last", *columns]), rows(), 1)
 
 
 def score_rows(found: list[dict[str, dict[str, Any]]]) -> Iterator[list[str]]:

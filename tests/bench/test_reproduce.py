@@ -439,7 +439,7 @@ def test_the_recipe_decides_what_is_run(tmp_path: Path) -> None:
     assert options("resnet18/tpl/c100-10t", "scratch-rotations")["tta"] == "rotate"
     assert options("encoders/vit-tiny/t-5t", "short-cosine")["epochs"] == 4
     with pytest.raises(TplError, match="recipe short-cosine is not for tpl on t-5t"):
-        options("encoders/deit-tiny/t-5t", "short-cosine")
+        options("encoders/vit-small/t-5t", "short-cosine")
 
 
 def test_forgetting_takes_joint_runs_too(tmp_path: Path) -> None:
