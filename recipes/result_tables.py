@@ -117,7 +117,8 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
     "hat": "",
     "ranpac-first": "adapted to the first task, as published",
     "ranpac-best": "the same, ridge chosen on held-out images",
-    "ranpac": "encoder as it is",
+    "ranpac-none": "encoder as it is",
+    "ranpac": "encoder as it is, ridge chosen on held-out images",
     "anacp": "",
     "klda": "",
     "slca": "",
@@ -128,7 +129,7 @@ BASELINE_ROWS = (  # baselines that are to be trained as long as `tpl`
     "foster", "afc", "beef",
 )  # fmt: skip
 EVERYWHERE = "c100-10t", "c100-20t", "c10-5t", "t-10t"  # benchmarks on which the paper's baselines are to be run
-KINDS = "-first", "-best", "-grown", "-former", "-paper"  # ends of such a NAME that are no part of the method's name
+KINDS = "-first", "-best", "-none", "-grown", "-former", "-paper"  # ends of a NAME, no part of the method
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
 PARTS = "expert", "bank"  # of tpl-plus
 GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}  # equal while adapters are not full
@@ -573,7 +574,7 @@ def last_of(row: tuple[Path, RunResult] | None) -> str:
 
 def as_long_runs() -> dict[str, tuple[Path, RunResult]]:
     """The runs of every method with its own options on C100-10T with ViT-tiny, natural order, by NAME."""
-    without = set(BY_DEFAULT) | {"ranpac-best", "tpl-plus-former", "tpl-paper"}
+    without = set(BY_DEFAULT) | {"ranpac-best", "ranpac-none", "tpl-plus-former", "tpl-paper"}
     names = [name for name in (*ROWS, *BASELINE_ROWS) if name not in without]
     found = {name: natural_run("c100-10t", name) for name in names}
     return {name: row for name, row in found.items() if row}

@@ -54,7 +54,10 @@ def test_the_defaults_are_the_published_ones() -> None:
 
 def test_stored_runs_and_models_keep_the_options_they_were_made_with(small_stream: Stream, tmp_path: Path) -> None:
     files = [file for file in (ROOT / "results").rglob("run.json") if "ranpac" in str(file)]
-    kinds = {"ranpac-first": ("first", "error"), "ranpac-best": ("first", "entropy"), "ranpac": ("none", "entropy")}
+    kinds = {
+        "ranpac-first": ("first", "error"), "ranpac-best": ("first", "entropy"),
+        "ranpac-none": ("none", "error"), "ranpac": ("none", "entropy"),
+    }  # fmt: skip
     for kind, options in kinds.items():
         own = [file for file in files if next(name for name in kinds if name in str(file)) == kind]
         runs = [read_description(file.parent) for file in own]
