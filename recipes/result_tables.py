@@ -574,7 +574,8 @@ def last_of(row: tuple[Path, RunResult] | None) -> str:
 
 def as_long_runs() -> dict[str, tuple[Path, RunResult]]:
     """The runs of every method with its own options on C100-10T with ViT-tiny, natural order, by NAME."""
-    without = set(BY_DEFAULT) | {"ranpac-best", "ranpac-none", "tpl-plus-former", "tpl-paper"}
+    own = set(BY_DEFAULT.values())
+    without = {name for name in ROWS if name in BY_DEFAULT or (name.endswith(KINDS) and name not in own)}
     names = [name for name in (*ROWS, *BASELINE_ROWS) if name not in without]
     found = {name: natural_run("c100-10t", name) for name in names}
     return {name: row for name, row in found.items() if row}

@@ -51,7 +51,8 @@ def test_captured_steps_are_plain_steps(
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # hidden by torch's compiler
+# The compiler reads gradients of tensors that have none, and hides the warning unless it is an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("method", ["agem", "hal"])
 def test_gradients_beside_the_step_s_own_are_taken_of_compiled_networks(method: str, small_stream: Stream) -> None:
     """In these methods, a step has several backward passes; a compiled one reuses the memory of its activations."""
