@@ -572,18 +572,18 @@ def last_of(row: tuple[Path, RunResult] | None) -> str:
     return shown([row[1].summary["last"]]) if row else NOT_RUN
 
 
-def as_long_runs() -> dict[str, tuple[Path, RunResult]]:
-    """The runs of every method with its own options on C100-10T with ViT-tiny, natural order, by NAME."""
+def as_long_runs(benchmark: str = "c100-10t") -> dict[str, tuple[Path, RunResult]]:
+    """The runs of every method with its own options on a benchmark with ViT-tiny, natural order, by NAME."""
     own = set(BY_DEFAULT.values())
     without = {name for name in ROWS if name in BY_DEFAULT or (name.endswith(KINDS) and name not in own)}
     names = [name for name in (*ROWS, *BASELINE_ROWS) if name not in without]
-    found = {name: natural_run("c100-10t", name) for name in names}
+    found = {name: natural_run(benchmark, name) for name in names}
     return {name: row for name, row in found.items() if row}
 
 
-def as_long_ranking() -> Ranking:
+def as_long_ranking(benchmark: str = "c100-10t") -> Ranking:
     """The order of the methods that were trained as long as `tpl`."""
-    return ranking([place for place, _ in as_long_runs().values()])
+    return ranking([place for place, _ in as_long_runs(benchmark).values()])
 
 
 def beside_the_paper(place: RankedMethod | None) -> list[str]:
@@ -625,6 +625,9 @@ def everywhere_table() -> list[str]:
             lasts = [paper.get((name, benchmark)) for benchmark in EVERYWHERE]
             printed = ["–" if last is None else f"{last:.2f}" for last in lasts]
             yield [f"`{name}`", *(last_of(natural_run(benchmark, name)) for benchmark in EVERYWHERE), *printed]
+        orders = [as_long_ranking(benchmark) for benchmark in EVERYWHERE]
+        ranks = [f"{order.spearman:.2f} ({len(order.places)})" for order in orders]
+        yield ["rank correlation with the paper", *ranks, *["–"] * len(EVERYWHERE)]
 
     ours = " | ".join(name.upper() for name in EVERYWHERE)
     theirs = " | ".join(f"paper, {name.upper()}" for name in EVERYWHERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from small_encoder import SMALL_VIT
 from tpl.bench.metrics import line_through
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
-from tpl.bench.study import ALL, paper_numbers, study
+from tpl.bench.study import ALL, MEASURED, paper_numbers, study
 from tpl.errors import TplError
 from tpl.report.pictures import draw_correlation
 from tpl.scores import DETECTORS
@@ -51,6 +52,29 @@ def test_what_is_finished_is_not_trained_again(place: Path, monkeypatch: pytest.
     again = study(SPEC, ["natural"], place, ["msp", "mds"])
     assert [row["detector"] for row in again["rows"]] == ["msp", "mds"]
     assert (place / "none" / "natural" / "results.json").stat().st_mtime_ns == before
+
+
+def test_what_is_measured_is_not_measured_again_and_needs_no_model(place: Path, tmp_path: Path) -> None:
+    names = ["msp", "odin", "knn", "mixup"]
+    before = study(SPEC, ["natural"], place, names)
+    shutil.copytree(place, tmp_path / "copy", ignore=shutil.ignore_patterns("model", "outputs", "study.json"))
+    assert study(SPEC, ["natural"], tmp_path / "copy", names) == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"detectors": 3}', "another run", "half a row"])
+def test_numbers_that_do_not_belong_to_the_run_are_measured_again(place: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(place / "none", tmp_path / "none")
+    file = tmp_path / "none" / "natural" / "detectors.json"
+    stored = json.loads(file.read_text())
+    if content == "another run":
+        stored |= {"results_sha256": 64 * "0", "detectors": {"msp": dict.fromkeys(MEASURED, 0.5)}}
+        content = json.dumps(stored)
+    elif content == "half a row":
+        content = json.dumps(stored | {"detectors": {"msp": {"last": 0.5}}})
+    file.write_text(content)
+    again = study(SPEC, ["natural"], tmp_path, ["msp"])
+    assert again["rows"] == study(SPEC, ["natural"], place, ["msp"])["rows"]
+    assert json.loads(file.read_text())["detectors"].keys() == {"msp"}
 
 
 def test_the_picture_is_drawn_with_and_without_a_line(place: Path, tmp_path: Path) -> None:

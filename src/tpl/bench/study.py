@@ -2,6 +2,8 @@
 
 Post-hoc detectors share one HAT run. Each training technique has a run of its own, scored by MSP. The task is predicted
 in two ways: the paper's hard choice of the largest raw score, and the choice after calibration on stored images.
+
+Every run's directory keeps the numbers of its detectors in detectors.json, so an interrupted study measures none twice.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from tpl.bench.run import execute_together
 from tpl.bench.spec import RunSpec
 from tpl.engine import Callback, Event, RunLabel, labelled, no_callback
 from tpl.errors import TplError
-from tpl.files import replace_atomically
+from tpl.files import replace_atomically, sha256_of
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.hat import HAT
 from tpl.scores import DETECTORS
 
 PLAIN = "none"
+NUMBERS = "detectors.json"
 MEASURED = ("last", "auroc", "til", "last_calibrated")
 TRAINED = tuple(name for name in TECHNIQUES if name != PLAIN)
 ALL = (*DETECTORS, *TRAINED)
@@ -84,6 +87,29 @@ def _trained(spec: RunSpec, orders: Sequence[str], out: Path, technique: str, ca
 
 
 def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """The numbers of every detector on one run; those that were measured before need no model."""
+    run = sha256_of(place / "results.json")
+    known = _measured_before(place / NUMBERS, run)
+    yield from ((name, known[name]) for name in detectors if name in known)
+    if missing := [name for name in detectors if name not in known]:
+        for name, row in _measure(place, spec, missing):
+            known[name] = row
+            content = {"results_sha256": run, "detectors": known}
+            replace_atomically(place / NUMBERS, json.dumps(content, indent=2) + "\n")
+            yield name, row
+
+
+def _measured_before(file: Path, run: str) -> dict[str, dict[str, float]]:
+    """The numbers in a detectors.json; none if it is missing, damaged, or of another run than that of results.json."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows: dict[str, dict[str, float]] = content["detectors"] if content["results_sha256"] == run else {}
+        return {name: {key: float(row[key]) for key in MEASURED} for name, row in rows.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _measure(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """The numbers of every detector on one run's model, with hard and with calibrated choice of the task."""
     description = RunResult.read(place).description
     loaded = Learner.load(place / "model", spec.weights, spec.device, spec.precision, spec.compile)
