@@ -16,7 +16,7 @@ SET_UP = $(PYTHON) tools/set_up.py $(VENV) $(if $(TORCH_INDEX),--index $(TORCH_I
 demo: $(CORE)  ## teach the bundled digits to three learners; about 2.5 minutes on two cores
 	$(BIN)/tpl demo
 
-test: $(DEV)  ## lint, types, architecture, tests, side by side; 7 to 16 minutes on two cores
+test: $(DEV)  ## lint, types, architecture, tests, side by side; 7 to 20 minutes on two cores
 	@$(MAKE) --no-print-directory -j2 check tests-alone
 
 tests-alone: export PYTHONDONTWRITEBYTECODE =# the many programs that tests start need not compile the same modules
