@@ -61,7 +61,9 @@ def test_what_is_measured_is_not_measured_again_and_needs_no_model(place: Path, 
     assert study(SPEC, ["natural"], tmp_path / "copy", names) == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"detectors": 3}', "another run", "half a row", "too deep"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"detectors": 3}', "another run", "half a row", "no number", "too large", "too deep"]
+)
 def test_numbers_that_do_not_belong_to_the_run_are_measured_again(place: Path, tmp_path: Path, content: str) -> None:
     shutil.copytree(place / "none", tmp_path / "none")
     file = tmp_path / "none" / "natural" / "detectors.json"
@@ -71,6 +73,9 @@ def test_numbers_that_do_not_belong_to_the_run_are_measured_again(place: Path, t
         content = json.dumps(stored)
     elif content == "half a row":
         content = json.dumps(stored | {"detectors": {"msp": {"last": 0.5}}})
+    elif content in ("no number", "too large"):
+        value = float("nan") if content == "no number" else 10**400  # more than a float can hold
+        content = json.dumps(stored | {"detectors": {"msp": dict.fromkeys(MEASURED, value)}})
     elif content == "too deep":
         content = 100_000 * "["
     file.write_text(content)

@@ -1,6 +1,7 @@
-"""The schema of a run's files, run.json and results.json, which may come from elsewhere or from an earlier version.
+"""The schemas of a run's files, which may come from elsewhere or from an earlier version.
 
-Keys that are not listed here may hold anything, and every key may be missing: what a reader needs it asks for itself.
+In run.json and results.json, keys that are not listed here may hold anything, and most may be missing: what a reader
+needs it asks for itself.
 """
 
 from __future__ import annotations
@@ -95,6 +96,26 @@ class Results(_Open):
     class_accuracy: list[list[Share | None]] | None = None
 
 
+class DetectorNumbers(BaseModel):
+    """What the study of detectors measured of one detector on one run."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    last: Share
+    auroc: Share
+    til: Share
+    last_calibrated: Share
+
+
+class DetectorsFile(BaseModel):
+    """detectors.json: the numbers of detectors on the run whose results.json has this hash."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    results_sha256: Text
+    detectors: dict[Text, DetectorNumbers]
+
+
 class EventLine(_Open):
     """A line of events.jsonl; what an event of another kind says is not looked at."""
 
@@ -119,10 +140,13 @@ class PlannedRun(BaseModel):
     directory: Annotated[str, Field(pattern=r"^[^/\\\\\x00]{1,255}$")]
 
 
-def read_run_file(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
-    """The content of a run's file; ValueError, naming the first wrong key, unless it fits the schema."""
+def read_run_file(file: Path, schema: type[BaseModel], most: int = MAX_BYTES) -> dict[str, Any]:
+    """The content of a run's file; ValueError, naming the first wrong key, unless it fits the schema.
+
+    OSError for a file of more than `most` bytes.
+    """
     try:
-        content: dict[str, Any] = json.loads(read_bounded(file, MAX_BYTES))
+        content: dict[str, Any] = json.loads(read_bounded(file, most))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     try:

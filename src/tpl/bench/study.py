@@ -22,10 +22,11 @@ from tpl.bench.outputs import RunOutputs, compute_outputs, run_outputs, stream_o
 from tpl.bench.paper import load_rows
 from tpl.bench.results import RunResult
 from tpl.bench.run import execute_together
+from tpl.bench.run_files import DetectorNumbers, DetectorsFile, read_run_file
 from tpl.bench.spec import RunSpec
 from tpl.engine import Callback, Event, RunLabel, labelled, no_callback
 from tpl.errors import TplError
-from tpl.files import read_bounded, replace_atomically, sha256_of
+from tpl.files import replace_atomically, sha256_of
 from tpl.learner import Learner
 from tpl.methods.bank.techniques import TECHNIQUES
 from tpl.methods.hat import HAT
@@ -34,7 +35,7 @@ from tpl.scores import DETECTORS
 PLAIN = "none"
 NUMBERS = "detectors.json"
 NUMBERS_LIMIT = 1 << 20  # bytes
-MEASURED = ("last", "auroc", "til", "last_calibrated")
+MEASURED = tuple(DetectorNumbers.model_fields)
 TRAINED = tuple(name for name in TECHNIQUES if name != PLAIN)
 ALL = (*DETECTORS, *TRAINED)
 PRINTED_AS = {"klm": "kl-matching"}  # keys that differ in the paper's table
@@ -103,11 +104,11 @@ def _measured(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[
 def _measured_before(file: Path, run: str) -> dict[str, dict[str, float]]:
     """The numbers in a detectors.json; none if it is missing, damaged, or of another run than that of results.json."""
     try:
-        content = json.loads(read_bounded(file, NUMBERS_LIMIT))
-        rows: dict[str, dict[str, float]] = content["detectors"] if content["results_sha256"] == run else {}
-        return {name: {key: float(row[key]) for key in MEASURED} for name, row in rows.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        content = read_run_file(file, DetectorsFile, NUMBERS_LIMIT)
+    except (OSError, ValueError):
         return {}
+    found: dict[str, dict[str, float]] = content["detectors"]
+    return found if content["results_sha256"] == run else {}
 
 
 def _measure(place: Path, spec: RunSpec, detectors: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
