@@ -44,7 +44,8 @@ PAGES = {
         "t-5t",
         "t-10t",
         "t-100t",
-        "study",
+        "study-c100-10t",
+        "study-c10-5t",
         "as-long",
         "everywhere",
         "small",
@@ -128,6 +129,7 @@ BASELINE_ROWS = (  # baselines that are to be trained as long as `tpl`
     "replay", "finetune", "slda", "aper", "pass", "l2p", "owm", "icarl", "agem", "eeil", "gd", "derpp", "hal", "der",
     "foster", "afc", "beef",
 )  # fmt: skip
+STUDIES = "c100-10t", "c10-5t"  # benchmarks of the study of detectors
 EVERYWHERE = "c100-10t", "c100-20t", "c10-5t", "t-10t"  # benchmarks on which the paper's baselines are to be run
 KINDS = "-first", "-best", "-none", "-grown", "-former", "-paper"  # ends of a NAME, no part of the method
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
@@ -535,9 +537,10 @@ def inference_table() -> list[str]:
     return table("batch | T | naive | all tasks, shared passes | times faster | three tasks", rows(), 0)
 
 
-def study_table() -> list[str]:
-    """Every detector, the best first, beside the paper's."""
-    found = json.loads((RUNS / "study-vit-tiny-natural/study.json").read_text())["rows"]
+def study_of(benchmark: str) -> list[str]:
+    """Every detector on one benchmark, the best first, beside the paper's."""
+    folder = RESULTS / benchmark.split("-")[0] / "study-vit-tiny-natural"
+    found = json.loads((folder / "study.json").read_text())["rows"]
 
     def rows() -> Iterator[list[str]]:
         for row in sorted(found, key=lambda row: -row["last"]):
@@ -749,7 +752,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     name.removesuffix("_table").replace("_", "-"): make
     for name, make in list(globals().items())
     if name.endswith("_table") and make is not benchmark_table
-} | {benchmark: partial(benchmark_table, benchmark) for benchmark in BENCHMARKS}
+}
+TABLES |= {benchmark: partial(benchmark_table, benchmark) for benchmark in BENCHMARKS}
+TABLES |= {f"study-{benchmark}": partial(study_of, benchmark) for benchmark in STUDIES}
 
 
 def filled(text: str, names: Sequence[str]) -> str:
