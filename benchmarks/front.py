@@ -1,11 +1,12 @@
 """What the methods on the front page cost on a CPU: seconds to learn a task, milliseconds an answer, megabytes.
 
 Every method learns digits-5t, the bundled digits in five tasks, on one thread, and answers with all five tasks learned.
-Seconds and milliseconds are of the processor, so other programs on the machine count little. A row is one method and
-seed; rows that the file has already are measured again. `recipes/result_tables.py` makes the front page's table of it.
+Seconds and milliseconds are of the processor, so other programs on the machine count little. A row is one method, with
+its options, and seed; rows that the file has already are measured again. `recipes/result_tables.py` makes the front
+page's table of it.
 
-python benchmarks/front.py                                    # all methods, seeds 0, 1 and 2: ten minutes on one core
-python benchmarks/front.py --methods slda tpl-plus --seeds 0
+python benchmarks/front.py                                 # all rows, seeds 0, 1 and 2: 20 minutes on one core
+python benchmarks/front.py --rows slda tpl-plus --seeds 0
 """
 
 from __future__ import annotations
@@ -21,35 +22,49 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "front-cpu.json"
-METHODS = "joint", "tpl-plus", "tpl", "ranpac", "slda", "replay", "finetune"
+ROWS = {  # what is measured, and the method's options where they are not its own
+    "joint-ridge": {},
+    "joint": {},
+    "tpl-plus": {},
+    "tpl-plus --set passes=0": {"passes": "0"},
+    "tpl": {},
+    "anacp": {},
+    "ranpac": {},
+    "slca": {},
+    "klda": {},
+    "slda": {},
+    "replay": {},
+    "ease": {},
+    "finetune": {},
+}
 ALONE, REPEATS = 20, 5  # images that are asked about one by one; times that 64 are asked about together
 
 
 def main() -> None:
-    """Measure, and write the rows into the file, method by method."""
+    """Measure, and write each row into the file as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--json", type=Path, default=FILE)
     options = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
-    for method in options.methods:
+    for name in options.rows:
         for seed in options.seeds:
-            row = measured(method, seed)
+            row = measured(name, seed)
             print(json.dumps(row), flush=True)
             rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.exists() else []
-            others = [other for other in rows if (other["method"], other["seed"]) != (method, seed)]
-            rows = sorted([*others, row], key=lambda each: (METHODS.index(each["method"]), each["seed"]))
+            others = [other for other in rows if (other["row"], other["seed"]) != (name, seed)]
+            rows = sorted([*others, row], key=lambda each: (list(ROWS).index(each["row"]), each["seed"]))
             options.json.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
 
 
-def measured(method: str, seed: int) -> dict[str, Any]:
+def measured(name: str, seed: int) -> dict[str, Any]:
     """One row: accuracy and costs of a method on digits-5t."""
     from tpl.bench.spec import RunSpec
 
-    spec = RunSpec("digits-5t", method, seed=seed, device="cpu")
+    spec = RunSpec("digits-5t", name.split()[0], seed=seed, device="cpu", options=ROWS[name])
     stream, learner = spec.stream(), spec.learner()
     everything = stream.union(len(stream) - 1)
     tasks = iter([everything]) if learner.method.cumulative else stream.once()
@@ -65,7 +80,7 @@ def measured(method: str, seed: int) -> dict[str, Any]:
         learner.save(model, versions=0)
         disk = sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
     return {
-        "method": method,
+        "row": name,
         "seed": seed,
         "last": round(right, 6),
         "seconds_to_learn": round(seconds, 2),

@@ -86,13 +86,19 @@ SCRATCH_ROWS = {  # a run, and what it is called
 }
 FRONT = "vit-tiny"  # the encoder of the front page
 COSTS = ROOT / "benchmarks" / "front-cpu.json"
-FRONT_ROWS = {  # of the front page, and what is said about them
-    "joint": "all classes at once, the usual upper bound",
+FRONT_ROWS = {  # of the front page, as benchmarks/front.py names them, and what is said about them
+    "joint-ridge": "upper bound: ridge regression on `joint`'s features",
+    "joint": "the usual upper bound: all classes at once",
     "tpl-plus": "TPL beside a classifier over all classes",
+    "tpl-plus --set passes=0": "that classifier alone",
     "tpl": "the paper's method",
+    "anacp": "ridge regression on features moved apart",
     "ranpac": "ridge regression on random features",
+    "slca": "the whole network trained, slowly",
+    "klda": "discriminant analysis on random features",
     "slda": "discriminant analysis, nothing trained",
     "replay": "one network, 200 stored digits or 2000 images",
+    "ease": "adapters for each task, class means in all of them",
     "finetune": "one network, nothing stored",
 }
 TITLES = {"vit-tiny": "ViT-tiny", "deit-tiny": "DeiT-tiny", "vit-small": "ViT-S", "deit-small": "DeiT-S"}  # of encoders
@@ -400,14 +406,19 @@ def _behind(bound: float | None, lasts: Sequence[float | None], name: str) -> st
 def front_table() -> list[str]:
     """Accuracy, and what a method costs on a CPU; the number of class orders or seeds in parentheses."""
 
-    def cifar(method: str) -> str:
-        found = [run for _, run in rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))]
-        lasts = [run.summary["last"] for run in found or [RunResult.read(BASELINES / method)]]
+    def cifar(name: str) -> str:
+        method, *options = name.split()
+        found = rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))
+        lasts = (
+            [each["last"] for each in part_lasts(found, "expert")]
+            if options
+            else [run.summary["last"] for _, run in found]
+        )
         return f"{shown(lasts)} ({len(lasts)})"
 
     def rows() -> Iterator[list[str]]:
         for method, title in FRONT_ROWS.items():
-            found = [row for row in measured if row["method"] == method]
+            found = [row for row in measured if row["row"] == method]
             digits = f"{100 * statistics.mean(row['last'] for row in found):.1f} ({len(found)})"
             costs = [statistics.median(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]
             size = statistics.median(row["network_and_memory_bytes"] for row in found) / 1e6
