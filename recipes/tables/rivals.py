@@ -1,0 +1,150 @@
+"""TPL, tpl-plus, their rivals and the upper bounds: a table for each benchmark, one of all, and the front page's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from itertools import product
+
+from tables.cells import NOT_RUN, behind, label, recipe, shown, table
+from tables.runs import (
+    BENCHMARKS,
+    BY_DEFAULT,
+    FRONT,
+    GROWING,
+    ROOT,
+    ROWS,
+    TITLES,
+    bound_last,
+    encoders_of,
+    part_lasts,
+    rows_of,
+)
+from tpl.bench.bounds import BOUNDS
+from tpl.bench.paper import load_rows
+from tpl.bench.results import RunResult
+
+COSTS = ROOT / "benchmarks" / "front-cpu.json"
+FRONT_ROWS = {  # of the front page, as benchmarks/front.py names them, and what is said about them
+    "joint-ridge": "upper bound: ridge regression on `joint`'s features",
+    "joint": "the usual upper bound: all classes at once",
+    "tpl-plus": "TPL beside a classifier over all classes",
+    "tpl-plus --set passes=0": "that classifier alone",
+    "tpl": "the paper's method",
+    "anacp": "ridge regression on features moved apart",
+    "ranpac": "ridge regression on random features",
+    "slca": "the whole network trained, slowly",
+    "klda": "discriminant analysis on random features",
+    "slda": "discriminant analysis, nothing trained",
+    "replay": "one network, 200 stored digits or 2000 images",
+    "ease": "adapters for each task, class means in all of them",
+    "finetune": "one network, nothing stored",
+}
+PARTS = "expert", "bank"  # of tpl-plus
+WITH_PARTS = tuple(GROWING)  # rows that are followed by those of their parts
+
+
+def benchmark_table(benchmark: str) -> list[str]:
+    """Bounds, tpl-plus with its parts, TPL and its rivals on one benchmark, an encoder after the other."""
+
+    def rows() -> Iterator[list[str]]:
+        for encoder in encoders_of(benchmark):
+            title, bound = TITLES.get(encoder, encoder), bound_last(benchmark, encoder)
+            for name in ROWS:
+                found = rows_of(benchmark, encoder, name)
+                runs = [run for _, run in found]
+                if not runs and name in BOUNDS and (same := rows_of(BENCHMARKS[benchmark], encoder, name)):
+                    yield _from_elsewhere(title, name, [run for _, run in same], BENCHMARKS[benchmark])
+                    continue
+                if not runs:
+                    yield [title, label(name, runs), *["–"] * 2, NOT_RUN, *["–"] * 3]
+                    continue
+                sha = runs[0].description["encoder"]["sha256"][:8]
+                numbers = [shown([run.summary[key] for run in runs]) for key in ("last", "aia", "til")]
+                lost = behind(bound, [run.summary["last"] for run in runs], name)
+                yield [f"{title} ({sha})", label(name, runs), str(len(runs)), recipe(runs[0]), *numbers, lost]
+                for part in PARTS if name in WITH_PARTS else ():
+                    of = part_lasts(found, part)
+                    numbers = [shown([each.get(key) for each in of]) for key in ("last", "aia", "til")]
+                    cells = [*numbers, behind(bound, [each["last"] for each in of], name)]
+                    cells = cells if of else [NOT_RUN, *["–"] * 3]
+                    yield [f"{title} ({sha})", f"&emsp;`tpl-plus`, {part} alone", str(len(of)), "", *cells]
+        if not encoders_of(benchmark):
+            yield ["–", "every method", *["–"] * 2, NOT_RUN, *["–"] * 3]
+
+    head = "encoder (hash) | method | class orders | recipe | Last | AIA | TIL | rectified forgetting"
+    return table(head, rows(), 2)
+
+
+def _from_elsewhere(title: str, name: str, runs: list[RunResult], benchmark: str) -> list[str]:
+    """The row of a bound that was trained on the same images, divided into other tasks."""
+    sha = runs[0].description["encoder"]["sha256"][:8]
+    said = f"{label(name, runs)}, the run of {benchmark.upper()}"
+    last = shown([run.summary["last"] for run in runs])
+    return [f"{title} ({sha})", said, str(len(runs)), recipe(runs[0]), last, *["–"] * 3]
+
+
+def overview_table() -> list[str]:
+    """Last on every benchmark with one encoder; the number of class orders in parentheses."""
+
+    def lasts_of(benchmark: str, name: str, part: str = "") -> tuple[str, list[RunResult]]:
+        found = rows_of(benchmark, FRONT, name)
+        runs = [run for _, run in found]
+        values = [each["last"] for each in part_lasts(found, part)] if part else [run.summary["last"] for run in runs]
+        if values and found:
+            return f"{shown(values)} ({len(values)})", runs
+        other = BENCHMARKS[benchmark]
+        if name in BOUNDS and rows_of(other, FRONT, name):
+            return f"as {other.upper()}", []
+        return NOT_RUN, []
+
+    def rows() -> Iterator[list[str]]:
+        for name in ROWS:
+            cells, made = zip(*(lasts_of(benchmark, name) for benchmark in BENCHMARKS), strict=True)
+            runs = [run for each in made for run in each]
+            epochs = sorted({int(run.description["options"]["epochs"]) for run in runs if recipe(run) != "no training"})
+            yield [
+                label(name, runs),
+                "–".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if epochs else "–",
+                *cells,
+            ]
+            for part in PARTS if name in WITH_PARTS else ():
+                cells = tuple(lasts_of(benchmark, name, part)[0] for benchmark in BENCHMARKS)
+                yield [f"&emsp;`tpl-plus`, {part} alone", "", *cells]
+        paper = {row.name: f"{row.last:.2f} (5)" for row in load_rows() if row.last is not None}
+        yield ["TPL in the paper", "10–40", *(paper.get(f"encoders/{FRONT}/{name}", "–") for name in BENCHMARKS)]
+
+    shas = {
+        run.description["encoder"]["sha256"][:8]
+        for benchmark, name in product(BENCHMARKS, ROWS)
+        for _, run in rows_of(benchmark, FRONT, name)
+    }
+    encoder = f"{TITLES[FRONT]} ({', '.join(sorted(shas))})"
+    return table(" | ".join([encoder, "epochs", *(name.upper() for name in BENCHMARKS)]), rows(), 1)
+
+
+def front_table() -> list[str]:
+    """Accuracy, and what a method costs on a CPU; the number of class orders or seeds in parentheses."""
+
+    def cifar(name: str) -> str:
+        method, *options = name.split()
+        found = rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))
+        lasts = (
+            [each["last"] for each in part_lasts(found, "expert")]
+            if options
+            else [run.summary["last"] for _, run in found]
+        )
+        return f"{shown(lasts)} ({len(lasts)})"
+
+    def rows() -> Iterator[list[str]]:
+        for method, title in FRONT_ROWS.items():
+            found = [row for row in measured if row["row"] == method]
+            digits = f"{100 * statistics.mean(row['last'] for row in found):.1f} ({len(found)})"
+            costs = [statistics.median(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]
+            size = statistics.median(row["network_and_memory_bytes"] for row in found) / 1e6
+            yield [f"`{method}`", title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
+
+    measured = json.loads(COSTS.read_text())["rows"]
+    head = "`tpl run digits-5t --method` ... |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"
+    return table(head, rows(), 2)
