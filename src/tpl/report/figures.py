@@ -185,7 +185,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], names: Sequence[str], pixels:
     heights = spread_labels(np.array([end[1] for end, *_ in labels]), 15 / pixels, bottom, top)
     for ((x, y), name, colour, weight), height in zip(labels, heights, strict=True):
         shift = (height - y) * pixels
-        arrow = {"arrowstyle": "-", "color": colour, "alpha": 0.5, "shrinkA": 0, "shrinkB": 4}
+        arrow = {"arrowstyle": "-", "relpos": (0, 0.5), "color": colour, "alpha": 0.5, "shrinkA": 2, "shrinkB": 4}
         axes.annotate(
             f"{name} {y:.1f}", (x, y), (20 if abs(shift) > 4 else 10, shift), textcoords="offset points",
             va="center", fontsize=12, fontweight=weight, color=colour, parse_math=False,
