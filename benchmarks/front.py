@@ -1,9 +1,9 @@
 """What the methods on the front page cost on a CPU: seconds to learn a task, milliseconds an answer, megabytes.
 
 Every method learns digits-5t, the bundled digits in five tasks, on one thread, and answers with all five tasks learned.
-Seconds and milliseconds are of the processor, so other programs on the machine count little. A row is one method, with
-its options, and seed; rows that the file has already are measured again. `recipes/result_tables.py` makes the front
-page's table of it.
+Seconds and milliseconds are of the processor; on a shared machine they still differ by up to a half between two runs.
+A row is one method, with its options, and seed; rows that the file has already are measured again.
+`recipes/result_tables.py` makes the front page's table of it, with the least of all seeds.
 
 python benchmarks/front.py                                 # all rows, seeds 0, 1 and 2: 20 minutes on one core
 python benchmarks/front.py --rows slda tpl-plus --seeds 0
@@ -22,49 +22,44 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "front-cpu.json"
-ROWS = {  # what is measured, and the method's options where they are not its own
-    "joint-ridge": {},
-    "joint": {},
-    "tpl-plus": {},
-    "tpl-plus --set passes=0": {"passes": "0"},
-    "tpl": {},
-    "anacp": {},
-    "ranpac": {},
-    "slca": {},
-    "klda": {},
-    "slda": {},
-    "replay": {},
-    "ease": {},
-    "finetune": {},
-}
+ROWS = (  # what is measured: methods, with options as `tpl run` takes them
+    "joint-ridge", "joint", "tpl-plus", "tpl-plus --set passes=0", "tpl", "anacp", "ranpac", "slca", "klda", "slda",
+    "replay", "ease", "finetune",
+)  # fmt: skip
 ALONE, REPEATS = 20, 5  # images that are asked about one by one; times that 64 are asked about together
 
 
 def main() -> None:
     """Measure, and write each row into the file as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--json", type=Path, default=FILE)
     options = parser.parse_args()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        known = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.exists() else []
+        rows = {(row["row"], row["seed"]): row for row in known}
+    except (KeyError, TypeError, ValueError) as error:
+        parser.error(f"{options.json} holds no rows of this benchmark ({error!r}): choose another file or delete it.")
     import torch
 
     torch.set_num_threads(1)
     for name in options.rows:
         for seed in options.seeds:
-            row = measured(name, seed)
-            print(json.dumps(row), flush=True)
-            rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.exists() else []
-            others = [other for other in rows if (other["row"], other["seed"]) != (name, seed)]
-            rows = sorted([*others, row], key=lambda each: (list(ROWS).index(each["row"]), each["seed"]))
-            options.json.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
+            rows[name, seed] = measured(name, seed)
+            print(json.dumps(rows[name, seed]), flush=True)
+            ordered = sorted(rows.values(), key=lambda row: (ROWS.index(row["row"]), row["seed"]))
+            options.json.write_text(json.dumps({"rows": ordered, "environment": environment()}, indent=1) + "\n")
 
 
 def measured(name: str, seed: int) -> dict[str, Any]:
     """One row: accuracy and costs of a method on digits-5t."""
     from tpl.bench.spec import RunSpec
 
-    spec = RunSpec("digits-5t", name.split()[0], seed=seed, device="cpu", options=ROWS[name])
+    method, *words = name.split()
+    options = dict(word.split("=") for word in words if word != "--set")
+    spec = RunSpec("digits-5t", method, seed=seed, device="cpu", options=options)
     stream, learner = spec.stream(), spec.learner()
     everything = stream.union(len(stream) - 1)
     tasks = iter([everything]) if learner.method.cumulative else stream.once()
