@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tables import baselines, paper, plus, rivals, scores, scratch, study
-from tables.runs import BENCHMARKS, ROOT
+from page_tables import baselines, paper, plus, rivals, scores, scratch, study
+from page_tables.runs import BENCHMARKS, ROOT
 
 PAGES = {
     "results/README.md": (

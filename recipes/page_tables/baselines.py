@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tables.cells import NOT_RUN, behind, label, last_of, recipe, shown, table
-from tables.runs import BY_DEFAULT, FRONT, KINDS, ROWS, RUNS, bound_last, natural_run
+from page_tables.cells import NOT_RUN, behind, label, last_of, recipe, shown, table
+from page_tables.runs import BY_DEFAULT, FRONT, KINDS, ROWS, RUNS, bound_last, natural_run
 from tpl.bench.bounds import BOUNDS, bound_name
 from tpl.bench.paper import find_rows
 from tpl.bench.results import RunResult

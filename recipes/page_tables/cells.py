@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tables.runs import KINDS, ROWS
+from page_tables.runs import KINDS, ROWS
 from tpl.bench.bounds import BOUNDS, bound_name, trained_to_the_end
 from tpl.bench.results import RunResult
 
@@ -65,6 +65,7 @@ def last_of(row: tuple[Path, RunResult] | None) -> str:
 
 
 def behind(bound: float | None, lasts: Sequence[float | None], name: str) -> str:
+    """How many points a row of this NAME is below the upper bound; a dash for a bound, or without one."""
     known = [last for last in lasts if last is not None]
     if bound is None or name in BOUNDS or len(known) < len(lasts) or not known:
         return "–"

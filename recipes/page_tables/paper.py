@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator
 from itertools import product
 
-from tables.cells import auroc, last_of, mean, percent, spread, table
-from tables.runs import FRONT, RESULTS, SETTINGS, TITLES, natural_run, rows_of, runs_of
-from tables.scratch import SCRATCH, SCRATCH_ROWS
+from page_tables.cells import auroc, last_of, mean, percent, spread, table
+from page_tables.runs import FRONT, RESULTS, SETTINGS, TITLES, natural_run, rows_of, runs_of
+from page_tables.scratch import SCRATCH, SCRATCH_ROWS
 from tpl.bench.paper import AVERAGE, find_rows, load_rows
 from tpl.bench.results import RunResult
 

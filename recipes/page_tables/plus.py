@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from tables.cells import NOT_RUN, label, mean, percent, spread, table
-from tables.runs import FORMER, ORDERS, ROOT, ROWS, RUNS, SETTINGS, runs_of, variants
+from page_tables.cells import NOT_RUN, label, mean, percent, spread, table
+from page_tables.runs import FORMER, ORDERS, ROOT, ROWS, RUNS, SETTINGS, runs_of, variants
 from tpl.bench.results import RunResult
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 
-from tables.cells import NOT_RUN, behind, label, recipe, shown, table
-from tables.runs import (
+from page_tables.cells import NOT_RUN, behind, label, recipe, shown, table
+from page_tables.runs import (
     BENCHMARKS,
     BY_DEFAULT,
     FRONT,
@@ -27,22 +28,28 @@ from tpl.bench.results import RunResult
 
 COSTS = ROOT / "benchmarks" / "front-cpu.json"
 FRONT_ROWS = {  # of the front page, as benchmarks/front.py names them, and what is said about them
-    "joint-ridge": "upper bound: ridge regression on `joint`'s features",
+    "joint-ridge": "upper bound: ridge regression on the features of `joint`",
     "joint": "the usual upper bound: all classes at once",
     "tpl-plus": "TPL beside a classifier over all classes",
-    "tpl-plus --set passes=0": "that classifier alone",
+    "tpl-plus --set passes=0": "the classifier over all classes alone",
     "tpl": "the paper's method",
-    "anacp": "ridge regression on features moved apart",
+    "anacp": "ridge regression after a contrastive projection",
     "ranpac": "ridge regression on random features",
-    "slca": "the whole network trained, slowly",
+    "slca": "the whole network fine-tuned slowly, its head aligned",
     "klda": "discriminant analysis on random features",
     "slda": "discriminant analysis, nothing trained",
     "replay": "one network, 200 stored digits or 2000 images",
-    "ease": "adapters for each task, class means in all of them",
+    "ease": "adapters for each task, class prototypes in all of them",
     "finetune": "one network, nothing stored",
 }
 PARTS = "expert", "bank"  # of tpl-plus
 WITH_PARTS = tuple(GROWING)  # rows that are followed by those of their parts
+
+
+def lasts_of(found: Sequence[tuple[Path, RunResult]], part: str = "") -> str:
+    """Last of a row's runs, or of one part of tpl-plus in them; their number in parentheses."""
+    lasts = [each["last"] for each in part_lasts(found, part)] if part else [run.summary["last"] for _, run in found]
+    return f"{shown(lasts)} ({len(lasts)})" if lasts else NOT_RUN
 
 
 def benchmark_table(benchmark: str) -> list[str]:
@@ -88,38 +95,30 @@ def _from_elsewhere(title: str, name: str, runs: list[RunResult], benchmark: str
 def overview_table() -> list[str]:
     """Last on every benchmark with one encoder; the number of class orders in parentheses."""
 
-    def lasts_of(benchmark: str, name: str, part: str = "") -> tuple[str, list[RunResult]]:
-        found = rows_of(benchmark, FRONT, name)
-        runs = [run for _, run in found]
-        values = [each["last"] for each in part_lasts(found, part)] if part else [run.summary["last"] for run in runs]
-        if values and found:
-            return f"{shown(values)} ({len(values)})", runs
+    found = {(benchmark, name): rows_of(benchmark, FRONT, name) for benchmark, name in product(BENCHMARKS, ROWS)}
+
+    def cell(benchmark: str, name: str) -> str:
         other = BENCHMARKS[benchmark]
-        if name in BOUNDS and rows_of(other, FRONT, name):
-            return f"as {other.upper()}", []
-        return NOT_RUN, []
+        if name in BOUNDS and not found[benchmark, name] and found[other, name]:
+            return f"as {other.upper()}"
+        return lasts_of(found[benchmark, name])
 
     def rows() -> Iterator[list[str]]:
         for name in ROWS:
-            cells, made = zip(*(lasts_of(benchmark, name) for benchmark in BENCHMARKS), strict=True)
-            runs = [run for each in made for run in each]
+            runs = [run for benchmark in BENCHMARKS for _, run in found[benchmark, name]]
             epochs = sorted({int(run.description["options"]["epochs"]) for run in runs if recipe(run) != "no training"})
             yield [
                 label(name, runs),
                 "–".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if epochs else "–",
-                *cells,
+                *(cell(benchmark, name) for benchmark in BENCHMARKS),
             ]
             for part in PARTS if name in WITH_PARTS else ():
-                cells = tuple(lasts_of(benchmark, name, part)[0] for benchmark in BENCHMARKS)
+                cells = [lasts_of(found[benchmark, name], part) for benchmark in BENCHMARKS]
                 yield [f"&emsp;`tpl-plus`, {part} alone", "", *cells]
         paper = {row.name: f"{row.last:.2f} (5)" for row in load_rows() if row.last is not None}
         yield ["TPL in the paper", "10–40", *(paper.get(f"encoders/{FRONT}/{name}", "–") for name in BENCHMARKS)]
 
-    shas = {
-        run.description["encoder"]["sha256"][:8]
-        for benchmark, name in product(BENCHMARKS, ROWS)
-        for _, run in rows_of(benchmark, FRONT, name)
-    }
+    shas = {run.description["encoder"]["sha256"][:8] for runs in found.values() for _, run in runs}
     encoder = f"{TITLES[FRONT]} ({', '.join(sorted(shas))})"
     return table(" | ".join([encoder, "epochs", *(name.upper() for name in BENCHMARKS)]), rows(), 1)
 
@@ -127,23 +126,16 @@ def overview_table() -> list[str]:
 def front_table() -> list[str]:
     """Accuracy, and what a method costs on a CPU; the number of class orders or seeds in parentheses."""
 
-    def cifar(name: str) -> str:
-        method, *options = name.split()
-        found = rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))
-        lasts = (
-            [each["last"] for each in part_lasts(found, "expert")]
-            if options
-            else [run.summary["last"] for _, run in found]
-        )
-        return f"{shown(lasts)} ({len(lasts)})"
-
     def rows() -> Iterator[list[str]]:
-        for method, title in FRONT_ROWS.items():
-            found = [row for row in measured if row["row"] == method]
+        for name, title in FRONT_ROWS.items():
+            method = name.split()[0]
+            runs = rows_of("c100-10t", FRONT, BY_DEFAULT.get(method, method))
+            cifar = lasts_of(runs, "expert" if name.endswith("passes=0") else "")
+            found = [row for row in measured if row["row"] == name]
             digits = f"{100 * statistics.mean(row['last'] for row in found):.1f} ({len(found)})"
-            costs = [min(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]  # others only add
+            costs = [min(row[key] for row in found) for key in ("seconds_to_learn", "ms_alone")]  # noise only adds
             size = max(row["network_and_memory_bytes"] for row in found) / 1e6
-            yield [f"`{method}`", title, cifar(method), digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
+            yield [f"`{name}`", title, cifar, digits, *(f"{cost:.0f}" for cost in costs), f"{size:.1f}"]
 
     measured = json.loads(COSTS.read_text())["rows"]
     head = "`tpl run digits-5t --method` ... |  | C100-10T, % | digits, % | learn, s | answer, ms | MB"

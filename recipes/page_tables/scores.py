@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from tables.cells import table
-from tables.runs import RESULTS, RUNS, SETTINGS, variants
-from tables.scratch import SCRATCH
+from page_tables.cells import table
+from page_tables.runs import RESULTS, RUNS, SETTINGS, variants
+from page_tables.scratch import SCRATCH
 
 
 def scores_table() -> list[str]:

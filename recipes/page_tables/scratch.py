@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from tables.cells import auroc, mean, table
-from tables.runs import runs_of
+from page_tables.cells import auroc, mean, table
+from page_tables.runs import runs_of
 from tpl.bench.paper import find_rows
 
 SCRATCH = "c100-10t", "c100-20t"

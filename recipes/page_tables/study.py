@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from tables.cells import table
-from tables.runs import RESULTS
+from page_tables.cells import table
+from page_tables.runs import RESULTS
 
 STUDIES = "c100-10t", "c10-5t"  # benchmarks of the study of detectors
 

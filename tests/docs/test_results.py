@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import result_tables
-from tables import baselines, cells, paper, rivals, runs
+from page_tables import baselines, cells, paper, rivals, runs
 from tpl.bench.ablate import PLUS_VARIANTS
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
