@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--validation", type=float, default=0.1, help="the share that is held out and measured on")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--longer", type=float, metavar="POINTS", help="double the epochs while Last gains so much")
+    parser.add_argument("--accept-contaminated-encoder", action="store_true", help="as in `tpl run`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", default="auto")
@@ -60,7 +61,7 @@ def main() -> None:
             spec = RunSpec(
                 options.benchmark, method, encoder, options.weights, options.data, seed=options.seed,
                 tasks=options.tasks, validation=options.validation, device=options.device,
-                compile=options.compile, options=given,
+                compile=options.compile, accept_contaminated_encoder=options.accept_contaminated_encoder, options=given,
             )  # fmt: skip
             for found in longer(spec, options.longer, options.per_class):
                 print(json.dumps({"alternative": alternative, **found}), flush=True)
