@@ -65,10 +65,9 @@ GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}  # equal 
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 
 
-def runs_of(setting: str, method: str) -> list[RunResult]:
-    """One a class order, as far as there are any."""
-    places = [RUNS / f"{setting}-{method}-{order}" for order in ORDERS]
-    return [RunResult.read(place) for place in places if place.is_dir()]
+def runs_of(setting: str, name: str) -> list[RunResult]:
+    """The runs of one NAME in a setting ("c100-10t-vit-tiny"), one a class order, as far as there are any."""
+    return [run for _, run in runs_named(setting, name)]
 
 
 def encoders_of(benchmark: str) -> list[str]:
@@ -85,21 +84,21 @@ def rows_of(benchmark: str, encoder: str, name: str) -> list[tuple[Path, RunResu
     A run of `tpl-plus` whose adapters were never full is the same whether they may grow or not: where one of the two
     rows has no runs, it takes those of the other.
     """
-    found = runs_named(benchmark, encoder, name)
+    found = runs_named(f"{benchmark}-{encoder}", name)
     if not found and name in GROWING:
-        found = runs_named(benchmark, encoder, GROWING[name])
+        found = runs_named(f"{benchmark}-{encoder}", GROWING[name])
         found = found if all((run.summary["capacity"] or {}).get("units", 1) < FULL for _, run in found) else []
     return found
 
 
-def runs_named(benchmark: str, encoder: str, name: str) -> list[tuple[Path, RunResult]]:
-    """The runs in directories of this NAME."""
+def runs_named(setting: str, name: str) -> list[tuple[Path, RunResult]]:
+    """The runs on test images in directories of this NAME, with the directories."""
     found = []
-    for place in sorted(RESULTS.glob(f"*/{benchmark}-{encoder}-{name}-*")):
+    for place in sorted(RESULTS.glob(f"*/{setting}-{name}-*")):
         if (place / "results.json").is_file():
             run = RunResult.read(place)
             order = str(run.description["order"]).replace(":", "-")
-            if place.name == f"{benchmark}-{encoder}-{name}-{order}" and run.description["validation"] is None:
+            if place.name == f"{setting}-{name}-{order}" and run.description["validation"] is None:
                 found.append((place, run))
     return found
 
