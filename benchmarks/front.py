@@ -2,7 +2,8 @@
 
 Every method learns digits-5t, the bundled digits in five tasks, on one thread, and answers with all five tasks learned.
 Seconds and milliseconds are of the processor; on a shared machine they still differ by up to a half between two runs.
-A row is one method, with its options, and seed; rows that the file has already are measured again.
+A row is one method, with its options, and seed, and says what it was measured with; rows that the file has already are
+measured again.
 `recipes/result_tables.py` makes the front page's table of it, with the least of all seeds.
 
 python benchmarks/front.py                                 # all rows, seeds 0, 1 and 2: 20 minutes on one core
@@ -50,7 +51,7 @@ def main() -> None:
             rows[name, seed] = measured(name, seed)
             print(json.dumps(rows[name, seed]), flush=True)
             ordered = sorted(rows.values(), key=lambda row: (ROWS.index(row["row"]), row["seed"]))
-            options.json.write_text(json.dumps({"rows": ordered, "environment": environment()}, indent=1) + "\n")
+            options.json.write_text('{"rows": [\n' + ",\n".join(map(json.dumps, ordered)) + "\n]}\n", encoding="utf-8")
 
 
 def measured(name: str, seed: int) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def measured(name: str, seed: int) -> dict[str, Any]:
         "ms_together": round(1e3 * together / 64, 3),
         "disk_bytes": disk,
         "network_and_memory_bytes": learner.method.size()[1] + learner.method.memory_bytes,
+        "environment": environment(),
     }
 
 

@@ -125,7 +125,8 @@ BENCHMARKS: dict[str, Benchmark] = {
                 "owm": {"momentum": 0.5},
                 "eeil": {"lr": 0.02},
                 # Digits are unlike what `compact` was trained on: its first layer moves much further than the others.
-                "slca": {"trunk_rate": 1e-6, "align_epochs": 50},
+                "slca": {"lr": 0.01, "trunk_rate": 1e-6, "align_epochs": 50},
+                "ease": {"lr": 0.1},
             }
             | _bounds(lr=0.05, epochs=FEWEST_EPOCHS, schedule="cosine"),  # a flipped digit is no digit
         ),
