@@ -90,6 +90,22 @@ def test_a_reached_row_is_shown_with_all_that_is_behind_it(results: Path) -> Non
     assert result.stderr == ""
 
 
+def test_options_that_only_one_side_knows_are_told_apart_from_other_values(results: Path) -> None:
+    file = results / "short" / "run.json"
+    run = json.loads(file.read_text())
+    del run["options"]["grow_adapters"]
+    run["options"]["tta"] = "flip"
+    file.write_text(json.dumps(run))
+    text = " ".join(call(ROW, "--from", results).stdout.split())
+    assert "epochs=3 tta=flip grow_adapters=None (made before this option existed): tpl on c100-10t" in text
+    for other in (results / "c100-10t").iterdir():
+        older = json.loads((other / "run.json").read_text())
+        del older["options"]["grow_adapters"], older["options"]["tta"]
+        (other / "run.json").write_text(json.dumps(older))
+    text = " ".join(call(ROW, "--from", results).stdout.split())
+    assert "epochs=3 tta=flip (new since the compared runs): tpl on c100-10t" in text
+
+
 def test_a_row_reached_with_another_recipe_says_which(results: Path) -> None:
     short = {"epochs": 8, "lr": 0.01, "schedule": "cosine", "augment": "flip", "calibration": "shift"}
     write(results / "ours", "natural", 0.9, **short)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -366,11 +366,18 @@ def _other(group: RunGroup, judged: RunGroup | None) -> str:
 
     mine, theirs = _settings(group), _settings(judged) if judged else {}
     names = differing([mine, theirs]) if judged else [name for name in _TELLING if name in mine]
-    apart = " ".join(f"{name}={mine.get(name)}" for name in names)
+    apart = " ".join(f"{name}={mine.get(name)}" + _dated(name, mine, theirs if judged else mine) for name in names)
     if judged and group.description["encoder"] != judged.description["encoder"]:
         apart += f" encoder sha256 {group.description['encoder'].get('sha256')}"
     places = _each(str(run.place) for run in group.runs)
     return f"{apart.strip()}: {_numbers(group)}; {_each(group.orders())}; {places}"
+
+
+def _dated(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Which of two runs is from before an option existed, if one is."""
+    if name in mine and name in theirs:
+        return ""
+    return " (new since the compared runs)" if name in mine else " (made before this option existed)"
 
 
 def _subject(group: RunGroup) -> tuple[str, str]:
