@@ -15,11 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from page_tables import baselines, paper, plus, rivals, scores, scratch, study
+from page_tables import baselines, digits, paper, plus, rivals, scores, scratch, study
 from page_tables.runs import BENCHMARKS, ROOT
 
 PAGES = {
     "results/README.md": (
+        "digits",
+        "digits-methods",
         "tpl",
         "family",
         "c10-5t",
@@ -43,7 +45,7 @@ PAGES = {
     "README.md": ("front",),
     "docs/not-reached.md": ("below", "never-run"),
     "docs/beyond.md": ("answers", "kinds", "inference"),
-    "docs/which-method.md": ("overview", "family", "answers", "memory"),
+    "docs/which-method.md": ("overview", "digits", "family", "answers", "memory"),
 }
 TABLES: dict[str, Callable[[], list[str]]] = {
     "front": rivals.front_table,
@@ -56,6 +58,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "as-long": baselines.as_long_table,
     "everywhere": baselines.everywhere_table,
     "baselines": baselines.baselines_table,
+    "digits": digits.digits_table,
+    "digits-methods": digits.digits_methods_table,
     "answers": plus.answers_table,
     "kinds": plus.kinds_table,
     "inference": plus.inference_table,

@@ -21,10 +21,10 @@ BASELINE_ROWS = (  # baselines that are to be trained as long as `tpl`
 EVERYWHERE = "c100-10t", "c100-20t", "c10-5t", "t-10t"  # benchmarks on which the paper's baselines are to be run
 
 
-def ranking(places: Sequence[Path]) -> Ranking:
-    """Our order of the methods that have runs there against the paper's."""
+def ranking(places: Sequence[Path], benchmark: str | None = None) -> Ranking:
+    """Our order of the methods that have runs there against the paper's, on the same or on another benchmark."""
     (experiment,) = group_runs(find_runs(places).runs)
-    found = ranking_of(experiment)
+    found = ranking_of(experiment, benchmark)
     assert found is not None
     return found
 
@@ -57,6 +57,11 @@ def as_long_table() -> list[str]:
             size = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
             printed = beside_the_paper(places.get(run.description["method"]))
             yield [label(name, [run]), recipe(run), *numbers, lost, *fell, *size, *printed]
+            for part in run.parts() if run.description["method"] == "tpl-plus" else ():
+                alone = run.parts()[part].summary
+                numbers = [shown([alone[key]]) for key in ("last", "aia", "til")]
+                lost = behind(bound, [alone["last"]], name)
+                yield [f"&emsp;`tpl-plus`, {part} alone", "", *numbers, lost, *["–"] * 5, ""]
         for name in BASELINE_ROWS:
             if name not in runs:
                 yield [label(name, []), "–", NOT_RUN, *["–"] * 9]
@@ -95,23 +100,23 @@ def baselines_table() -> list[str]:
     """Every method after the same number of epochs."""
     places = {place.method: place for place in baselines_ranking().places}
     runs = {place.name: RunResult.read(place) for place in sorted(BASELINES.iterdir())}
+    bound = bound_last("c100-10t", FRONT)
 
     def rows() -> Iterator[list[str]]:
         for method, run in sorted(runs.items(), key=lambda entry: -entry[1].summary["last"]):
-            found, lost = run.summary, run.against(runs["joint"])
+            found = run.summary
             cells = [f"{100 * found[key]:.2f}" for key in ("last", "aia", "til")]
-            lacking = [
-                f"{100 * value:.1f}" if value is not None and method != "joint" else "–"
-                for value in (lost["forgetting_last"], lost["forgetting_aia"])
-            ]
+            lost = behind(bound, [found["last"]], method)
             cost = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
             printed = beside_the_paper(places.get(method))
             rate = str(run.description["options"].get("lr", "–"))
             name = bound_name(run.description) if method in BOUNDS else method
-            yield [name, *cells, *lacking, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]
+            yield [name, *cells, lost, *cost, f"{found['seconds_per_task']:.0f}", rate, *printed]
+            if method == "tpl-plus":
+                yield ["&emsp;tpl-plus, expert alone", NOT_RUN, *["–"] * 8, ""]
 
     head = (
-        "method | Last | AIA | TIL | behind joint, Last | AIA | network, MB | memory, MB | s a task | rate | "
+        "method | Last | AIA | TIL | rectified forgetting | network, MB | memory, MB | s a task | rate | "
         "paper's Last (DeiT-S, 611) | place, ours / paper's"
     )
     return table(head, rows(), 1)

@@ -38,7 +38,7 @@ def lasts(setting: str) -> list[str]:
     """Mean Last of `tpl`, of `ranpac` as published, and of `tpl-plus`."""
     found = [runs_of(setting, name) for name in ("tpl", "ranpac-first", newest_plus(setting))]
     tpl, ranpac, plus = (mean(percent(runs, "last")) if runs else NOT_RUN for runs in found)
-    return [tpl, ranpac, f"**{plus}**"]
+    return [tpl, ranpac, plus]
 
 
 def plus_variants(setting: str) -> list[dict[str, dict[str, Any]]]:

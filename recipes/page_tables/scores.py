@@ -27,7 +27,7 @@ def memory_table() -> list[str]:
 def parts_table() -> list[str]:
     """TPL's score taken apart, ResNet-18 from scratch."""
     names = [f"{benchmark}-resnet18-{run}-natural" for run, benchmark in product(("tpl", "tpl-plain"), SCRATCH)]
-    head = "variant | changed, C100-10T | C100-20T | as the paper describes it, C100-10T | C100-20T"
+    head = "variant | changed, C100-10T | C100-20T | trained as the paper describes, C100-10T | C100-20T"
     return table(head, score_rows([variants(RUNS / name) for name in names]), 1)
 
 

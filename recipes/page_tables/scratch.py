@@ -15,7 +15,7 @@ SCRATCH_ROWS = {  # a run, and what it is called
     "tpl-mirrored": "the same, `tta=flip`",
     "tpl-upright": "the same, `tta=none`",
     "tpl-rate": "`tta=none lr=0.1`",
-    "tpl-plain": "TPL as the paper describes it (`scratch-plain`)",
+    "tpl-plain": "TPL, trained as the paper describes (`scratch-plain`)",
     "row": "ROW",
     "more": "MORE",
     "hat": "HAT",

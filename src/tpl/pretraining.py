@@ -67,5 +67,9 @@ def weights_status(encoder: str, sha256: str | None) -> str:
     """KNOWN for the weights of the committed results, RANDOM for a network without pre-training, else UNVERIFIED."""
     if not pretrained_on(encoder):
         return RANDOM
-    known = (packaged_record(encoder)["sha256"],) if encoder in PACKAGED else _KNOWN_WEIGHTS.get(encoder, ())
-    return KNOWN if sha256 in known else UNVERIFIED
+    return KNOWN if sha256 in known_weights(encoder) else UNVERIFIED
+
+
+def known_weights(encoder: str) -> tuple[str, ...]:
+    """The sha256 of an encoder's weights in the committed results; empty where none is known."""
+    return (packaged_record(encoder)["sha256"],) if encoder in PACKAGED else _KNOWN_WEIGHTS.get(encoder, ())

@@ -18,14 +18,16 @@ from tpl.bench.benchmarks import BENCHMARKS
 from tpl.bench.metrics import matrix_of
 from tpl.bench.paper import FIVE, Row, find_rows
 from tpl.bench.paper.evidence import Run, read_runs
-from tpl.bench.paper.judge import Judgement, Question, judge, overall
+from tpl.bench.paper.judge import Judgement, Question, counted_orders, judge, overall
 from tpl.bench.paper.recipes import find_recipe, load_recipes, recipe_for
 from tpl.bench.reproduce import ORDERS, RowSettings, obstacle, plan, run_rows
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
 from tpl.methods import find_method
+from tpl.pretraining import known_weights
 
 ENCODER = "vit_tiny_patch16_224"
+KNOWN = known_weights(ENCODER)[0]
 PAPER = {"tpl": {"calibration": "score"}, "joint": {}}  # where the benchmark's settings are not the paper's
 OPTIONS = {name: RunSpec("c100-10t", name, ENCODER, options=more).all_options() for name, more in PAPER.items()}
 
@@ -44,7 +46,7 @@ def description(order: str = "natural", method: str = "tpl", **changes: Any) -> 
         "classes": [names[10 * t : 10 * t + 10] for t in range(10)],
         "test_images": [100] * 10,
         "validation": None,
-        "encoder": {"name": ENCODER, "sha256": "ab" * 32},
+        "encoder": {"name": ENCODER, "sha256": KNOWN},
         "data": {"train": f"train {turn}", "test": f"test {turn}"},
         "precision": "bf16",
         "environment": {"commit": "c0ffee", "device": "cuda: NVIDIA H200"},
@@ -101,9 +103,9 @@ def test_mean_and_deviation_over_class_orders_decide() -> None:
     assert til.ours == pytest.approx(96.0) and til.std == pytest.approx(0)
     assert judgement.verdict == "reached" and judgement.orders == 3
     assert (last.verdict, til.verdict) == ("equal", "above")
-    assert judgement.recipe == "paper" and judgement.by_paper and not judgement.verified
+    assert judgement.recipe == "paper" and judgement.by_paper and judgement.verified
     content = judgement.to_dict()
-    assert (content["class_orders"], content["paper_class_orders"], content["weights_verified"]) == (3, 5, False)
+    assert (content["class_orders"], content["paper_class_orders"], content["weights_verified"]) == (3, 5, True)
 
 
 def test_the_tolerance_is_inclusive_and_two_sided() -> None:
@@ -203,6 +205,72 @@ def test_overrides_and_orders_choose_among_runs() -> None:
     assert judged(row(), runs, 0.5, {"compose": "and"}).verdict == "no evidence"
     assert judged(row(), runs, 0.5, {"nonsense": 1}).verdict == "no evidence"
     assert judged(row(), runs, 0.5, {}, ["random:1", "random:2"]).orders == 2
+
+
+# Weights and class orders
+
+STRANGE = {"name": ENCODER, "sha256": "ab" * 32}
+
+
+@pytest.mark.parametrize(("last", "counted"), [(0.77, "reached"), (0.70, "missed")])
+def test_unverified_weights_are_judged_only_if_any_count(last: float, counted: str) -> None:
+    judgement = judged(row(), [make(last=last, encoder=STRANGE)])
+    assert judgement.verdict == "unverified" and not judgement.verified
+    assert f"{ENCODER} (sha256 {'ab' * 32}) are not the known ones ({KNOWN[:12]} or " in str(judgement.reason)
+    assert judgement.findings[0].verdict == {"reached": "equal", "missed": "below"}[counted]
+    asked = judged(row(), [make(last=last, encoder=STRANGE)], any_weights=True)
+    assert asked.verdict == counted and asked.reason is None and not asked.verified
+
+
+@pytest.mark.parametrize(("sha256", "words"), [("ab" * 32, f"sha256 {'ab' * 32}"), (None, "no recorded sha256")])
+def test_an_encoder_without_any_known_hash_says_so(sha256: str | None, words: str) -> None:
+    run = make(last=0.9, encoder={"name": "deit_small_611", "sha256": sha256})
+    judgement = judged(row("main/tpl/c100-10t"), [run])
+    assert judgement.verdict == "unverified"
+    assert f"deit_small_611 ({words}) cannot be checked, no hash is known" in str(judgement.reason)
+    assert judged(row("main/tpl/c100-10t"), [run], any_weights=True).verdict == "reached"
+
+
+def test_a_network_without_pre_training_needs_no_hash() -> None:
+    values = find_recipe("scratch-plain").values("tpl", "resnet18", "c100-10t") or {}
+    options = {name: some[0] for name, some in values.items()}
+    judgement = judged(row("resnet18/tpl/c100-10t"), [make(encoder={"name": "resnet18"}, options=options)])
+    assert judgement.verdict == "reached" and judgement.verified
+
+
+def test_known_weights_are_compared_before_unverified_ones() -> None:
+    """Whatever the numbers are, and however many class orders; if any weights count, they are as good as others."""
+    strange = [make(order, 0.99, place="strange", encoder=STRANGE) for order in ORDERS]
+    runs = [make(last=0.70, place="known"), *strange]
+    judgement = judged(row(), runs)
+    assert judgement.verdict == "missed" and judgement.findings[0].ours == pytest.approx(70.0)
+    assert [str(group.runs[0].place) for group in judgement.unused] == ["strange"]
+    assert judged(row(), runs, any_weights=True).findings[0].ours == pytest.approx(99.0)
+    runs = [make(last=0.70, options=SHORT), *strange]  # nor are they the better recipe
+    assert [j.verdict for j in judge(row(), runs, Question(0.5))] == ["unverified", "missed"]
+    assert judged(row(), runs).verdict == "missed"
+
+
+def test_a_row_needs_as_many_class_orders_as_are_wanted() -> None:
+    two = [make(order) for order in ORDERS[:2]]
+    assert judged(row(), two, min_orders=2).verdict == "reached"
+    judgement = judged(row(), [*two, make(seed=1)], min_orders=3)  # a seed is no class order
+    assert judgement.verdict == "no evidence" and judgement.reason == "2 class orders, 3 wanted"
+    assert judgement.orders == 2 and judgement.findings[0].ours == pytest.approx(77.0)
+    assert [finding.reached for finding in judgement.findings] == [None, None]
+    more = [make(order, 0.9, options=SHORT) for order in ORDERS]
+    (only,) = judge(row(), [*two, *more], Question(0.5, min_orders=3))
+    assert only.recipe == "short-cosine" and only.verdict == "reached"
+    (most,) = judge(row(), [*two, *more], Question(0.5, min_orders=4))
+    assert most.reason == "3 class orders, 4 wanted"
+    assert judged(row(), [], min_orders=3).reason == judged(row(), []).reason
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((1,), "1 class order"), ((3, 3), "3 class orders"), ((1, 3), "1 to 3 class orders")]
+)
+def test_numbers_of_class_orders_in_words(numbers: tuple[int, ...], text: str) -> None:
+    assert counted_orders(*numbers) == text
 
 
 # Recipes
@@ -350,6 +418,9 @@ def test_an_average_needs_all_five_benchmarks() -> None:
     assert judgement.findings[0].ours == pytest.approx(79.0) and judgement.verdict == "reached"
     judgement = judged(row("encoders/vit-tiny/average"), five(0.77)[1:])
     assert judgement.verdict == "no evidence" and "missing c10-5t" in str(judgement.reason)
+    few = judged(row("encoders/vit-tiny/average"), [*five(0.77), make("random:1", 0.78)], min_orders=2)
+    assert few.verdict == "no evidence" and few.orders == 1
+    assert few.reason == "1 class order, 2 wanted (c10-5t has 1, c100-20t has 1, t-5t has 1, t-10t has 1)"
 
 
 # Reading

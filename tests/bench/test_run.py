@@ -327,7 +327,7 @@ def test_a_joint_run_gives_the_rectified_forgetting(joint: RunResult, whole: Who
 
 
 def test_rectified_forgetting_needs_the_same_classes(validated: RunResult, joint: RunResult) -> None:
-    with pytest.raises(TplError, match="same tasks"):
+    with pytest.raises(TplError, match="same classes"):
         joint.against(validated)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,6 +166,18 @@ def test_run_prints_one_json_object(tiny: tuple[Path, Result], joint_run: Path) 
     assert answer == {"directory": str(place), "method": "tpl", "order": "natural"} | run.summary | run.against(joint)
     assert run.description["options"]["memory"] == 20
     assert run.description["options"]["latent"] == 8
+
+
+def test_a_run_is_compared_with_a_bound_over_other_tasks(joint_run: Path, tmp_path: Path) -> None:
+    single = [text if text != "2" else "4" for text in TINY] + ["--per-task", "1", "--out", tmp_path / "run"]
+    answer = ask("run", "digits-5t", *single, "--against", joint_run)
+    lost = RunResult.read(joint_run).summary["last"] - answer["last"]
+    assert answer["forgetting_last"] == pytest.approx(lost) and answer["forgetting_aia"] is None
+    assert answer["bound"] == "joint, 1 epoch, run over other tasks, not a bound"
+    table = call("run", "digits-5t", *single, "--against", joint_run, "--resume").stdout
+    (shown,) = [line for line in table.splitlines() if line.startswith("joint")]
+    assert f"{100 * RunResult.read(joint_run).summary['last']:.2f}" in shown
+    assert len(re.findall(r"\d+\.\d+", shown)) == 1  # nothing that depends on its tasks
 
 
 def test_a_second_run_in_the_same_place_needs_resume(tiny: tuple[Path, Result], fail: Callable[..., str]) -> None:

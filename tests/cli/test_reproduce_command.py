@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 from tpl import TplError, cli
 from tpl.bench.results import RunResult
 from tpl.bench.spec import RunSpec
+from tpl.pretraining import known_weights
 
 ROW = "encoders/vit-tiny/c100-10t"
 ENCODER = "vit_tiny_patch16_224"
 ORDERS = ("natural", "random:1", "random:2")
+KNOWN = known_weights(ENCODER)[0]
 
 
 def call(*arguments: str | Path) -> Result:
@@ -43,7 +45,7 @@ def result_of(spec: RunSpec, last: float) -> RunResult:
         "classes": [names[10 * t : 10 * t + 10] for t in range(10)],
         "test_images": [100] * 10,
         "validation": None,
-        "encoder": {"name": spec.encoder, "sha256": "ab" * 32},
+        "encoder": {"name": spec.encoder, "sha256": KNOWN},
         "data": {"train": f"{turn}" * 64, "test": "f" * 64},
         "precision": "fp32",
         "environment": {"commit": "c0ffee", "device": "cuda: NVIDIA H200"},
@@ -69,17 +71,24 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def change_weights(results: Path, sha256: str, encoder: str = ENCODER) -> None:
+    """Let all runs say that they had these weights."""
+    for file in results.rglob("run.json"):
+        run = json.loads(file.read_text())
+        file.write_text(json.dumps(run | {"encoder": {"name": encoder, "sha256": sha256}}))
+
+
 def test_a_reached_row_is_shown_with_all_that_is_behind_it(results: Path) -> None:
     result = call(ROW, "--from", results)
     assert result.exit_code == 0, result.output
     line = next(line for line in result.stdout.splitlines() if line.startswith(ROW))
     assert line.split()[1:] == ["Last", "76.79", "78.00", "±", "1.00", "+1.21", "3", "above"]
     text = " ".join(result.stdout.split())
-    for fact in ("the paper's recipe", "TIL 95.36 96.00 ± 0.00 +0.64 3 above", "1 reached by the paper's recipe"):
+    for fact in ("the paper's recipe", "TIL 95.36 96.00 ± 0.00 +0.64 3 above"):
         assert fact in text
+    assert "Rows: 1 reached by the paper's recipe (3 class orders). Equal:" in text and "unverified" not in text
     for fact in (
-        "unverified: encoders/vit-tiny",
-        f"{'ab' * 32} (unverified)",
+        f"{KNOWN} (known)",
         "(the paper has 5)",
         "natural (seed 0), random:1 (seed 0), random:2 (seed 0)",
     ):
@@ -117,8 +126,60 @@ def test_a_row_reached_with_another_recipe_says_which(results: Path) -> None:
     assert "1 reached with another recipe" in text and "by the paper's recipe" not in text
     assert call(ROW, "--from", results, "--recipe", "paper").exit_code == 1
     answer = ask(ROW, "--from", results)
-    assert answer["by_row"] == {ROW: {"verdict": "reached", "recipe": "short-cosine", "by_paper": False}}
+    counted = {"verdict": "reached", "recipe": "short-cosine", "by_paper": False, "class_orders": 1}
+    assert answer["by_row"] == {ROW: counted}
     assert answer["recipes"]["paper"]["by_paper"] and answer["verdicts"] == {"reached with another recipe": 1}
+
+
+def test_weights_that_no_hash_knows_are_not_counted_unless_that_is_asked_for(results: Path) -> None:
+    change_weights(results, "ab" * 32)
+    result = call(ROW, "--from", results)
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 1 and "Rows: 1 unverified. Equal:" in text
+    assert "78.00 ± 1.00 +1.21 3 above, unverified" in text and f"{'ab' * 32} (unverified)" in text
+    assert (
+        f"unverified: {ROW}: the weights of {ENCODER} (sha256 {'ab' * 32}) are not the known ones ({KNOWN[:12]}" in text
+    )
+    assert "count these runs with --any-weights" in text
+    answer = ask(ROW, "--from", results, code=1)
+    (row,) = answer["rows"]
+    assert (row["verdict"], row["weights_verified"], answer["any_weights"]) == ("unverified", False, False)
+    assert row["reason"].startswith("the weights of") and [q["verdict"] for q in row["quantities"]] == 2 * ["above"]
+    assert answer["verdicts"] == {"unverified": 1} and answer["reached_class_orders"] == {}
+    result = call(ROW, "--from", results, "--any-weights")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and "1 reached by the paper's recipe (3 class orders)" in text
+    assert f"unverified: {ROW}: these weights are not known by their hash" in text and "above, unverified" not in text
+    answer = ask(ROW, "--from", results, "--any-weights")
+    assert answer["any_weights"] and not answer["rows"][0]["weights_verified"] and not answer["rows"][0]["reason"]
+
+
+def test_too_few_class_orders_are_no_evidence(results: Path) -> None:
+    assert call(ROW, "--from", results, "--min-orders", "3").exit_code == 0
+    result = call(ROW, "--from", results, "--min-orders", "4")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 1 and f"no evidence: {ROW}: 3 class orders, 4 wanted" in text
+    assert "78.00 ± 1.00 +1.21 3 no evidence" in text and "Rows: 1 no evidence. Equal:" in text
+    answer = ask(ROW, "--from", results, "--orders", "natural", "--min-orders", "3", code=1)
+    (row,) = answer["rows"]
+    assert (answer["min_orders"], row["class_orders"], row["reason"]) == (3, 1, "1 class order, 3 wanted")
+    assert answer["by_row"][ROW]["class_orders"] == 1 and row["quantities"][0]["ours"] == pytest.approx(77.0)
+
+
+def test_the_summary_states_the_fewest_and_the_most_class_orders(results: Path) -> None:
+    short = {"epochs": 8, "lr": 0.01, "schedule": "cosine", "augment": "flip", "calibration": "shift"}
+    for index, order in enumerate(ORDERS):
+        write(results / "short-cosine" / str(index), order, 0.9, **short)
+        (results / "c100-10t" / order.replace(":", "-") / "results.json").unlink()
+    write(results / "deit", "natural", 0.9, **short | {"epochs": 20})
+    change_weights(results / "deit", known_weights("deit_tiny_patch16_224")[0], "deit_tiny_patch16_224")
+    rows = (ROW, "encoders/deit-tiny/c100-10t")
+    text = " ".join(call(*rows, "--from", results).stdout.split())
+    assert "Rows: 2 reached with another recipe (1 to 3 class orders). Equal:" in text
+    answer = ask(*rows, "--from", results)
+    assert answer["reached_class_orders"] == {"reached with another recipe": {"min": 1, "max": 3}}
+    text = " ".join(call(*rows, "--from", results, "--min-orders", "2").stdout.split())
+    assert "Rows: 1 reached with another recipe (3 class orders), 1 no evidence. Equal:" in text
 
 
 def test_runs_of_equal_standing_are_ambiguous(results: Path) -> None:
@@ -149,7 +210,7 @@ def test_a_table_of_rows_says_which_lack_evidence(results: Path) -> None:
     result = call("--from", results, "encoders/*tiny/c100*")
     assert result.exit_code == 1
     assert result.stdout.count("above") >= 2 and result.stdout.count("no evidence") >= 6
-    assert "1 reached by the paper's recipe, 3 no evidence" in " ".join(result.stdout.split())
+    assert "1 reached by the paper's recipe (3 class orders), 3 no evidence" in " ".join(result.stdout.split())
 
 
 def test_json_has_everything(results: Path) -> None:
@@ -168,8 +229,8 @@ def test_json_has_everything(results: Path) -> None:
     assert (row["recipe"], row["by_paper"], row["paper_class_orders"]) == ("paper", True, 5)
     assert last["ours"] == pytest.approx(78.0) and last["std"] == pytest.approx(1.0)
     (evidence,) = row["evidence"]
-    assert evidence["options"]["epochs"] == 40 and evidence["encoder"]["sha256"] == "ab" * 32
-    assert evidence["weights"] == "unverified" and evidence["contamination"] == []
+    assert evidence["options"]["epochs"] == 40 and evidence["encoder"]["sha256"] == KNOWN
+    assert evidence["weights"] == "known" and evidence["contamination"] == []
     assert [run["percent"]["last"] for run in evidence["runs"]] == [pytest.approx(p) for p in (77.0, 78.0, 79.0)]
     assert [run["order"] for run in evidence["runs"]] == list(ORDERS)
     assert {run["commit"] for run in evidence["runs"]} == {"c0ffee"}
@@ -215,8 +276,13 @@ def test_runs_are_made_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert answer["verdict"] == "missed" and answer["class_orders"] == 3
     assert [spec.order for spec in made] == list(ORDERS)
     assert {(s.options["k"], s.options["epochs"], s.device, s.data) for s in made} == {("3", 2, "cpu", tmp_path)}
-    answer = ask(ROW, *options, "--seed", "8", "--orders", "random:1, random:2")["rows"][0]
+    answer = ask(ROW, *options, "--seed", "8", "--orders", "random:1, random:2", "--min-orders", "2")["rows"][0]
     assert answer["verdict"] == "reached" and answer["class_orders"] == 2
+    monkeypatch.setitem(globals(), "KNOWN", "ab" * 32)  # of the runs from here on
+    answer = ask(ROW, *options, "--seed", "8", code=1)["rows"][0]
+    assert answer["verdict"] == "unverified" and f"sha256 {'ab' * 32}" in answer["reason"]
+    answer = ask(ROW, *options, "--seed", "8", "--any-weights")["rows"][0]
+    assert answer["verdict"] == "reached" and not answer["weights_verified"]
 
 
 def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +301,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path: Path, monkeypat
         (["encoder/vit-tiny/c100-10t"], "near: encoders/vit-tiny/c100-10t"),
         ([ROW, "--from", "absent"], "There is no folder absent"),
         ([ROW, "--orders", ","], "Class orders are joined by commas"),
+        ([ROW, "--min-orders", "4"], "--min-orders 4 needs as many class orders: name them with --orders"),
         ([ROW, "--set", "k"], "--set takes NAME=VALUE"),
         ([ROW, "--recipe", "fast"], "There is no recipe 'fast'; there are paper, scratch-plain"),
         ([ROW, "--set", "nonsense=1"], "There is no option 'nonsense'"),

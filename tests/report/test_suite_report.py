@@ -108,7 +108,7 @@ def test_the_papers_numbers_stand_beside_runs_that_fit_them() -> None:
     assert (printed["last"].text, printed["til"].text) == ("76.79", "95.36")
     assert printed["last"].value == pytest.approx(0.7679)
     assert printed["last"].row == "encoders/vit-tiny/c100-10t"
-    table = results_table(experiment.rows, paper={"tpl": printed})
+    table = results_table(experiment.rows, paper={experiment.groups[0].name: printed})
     assert table.head[1:4] == ("Last (%)", "paper", "AIA (%)") and table.rows[0][2].text == "76.79"
     run = experiment.runs[0]
     fewer = dataclasses.replace(

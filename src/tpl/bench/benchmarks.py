@@ -13,6 +13,13 @@ from tpl.stream import Stream, class_order, load_source, split
 
 BOUNDS = ("joint", "joint-ridge")  # upper bounds: methods that train on all classes at once
 FEWEST_EPOCHS = 10  # of a bound with a pre-trained encoder
+CHOSEN_BY_USER = ("folder", "imagenet380")  # data sets whose name does not say which images they have
+# Options that say how long, how fast, on which copies of the images and with how much room a method is trained. Any
+# other option that a benchmark sets changes the method itself.
+TRAINED_WITH = (
+    "epochs", "lr", "schedule", "augment", "batch_size", "weight_decay", "nesterov", "momentum", "latent", "memory",
+    "trunk_rate", "align_epochs",
+)  # fmt: skip
 
 
 class FromScratch(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 
 from tpl._version import __version__
 from tpl.bench import metrics
-from tpl.bench.benchmarks import BENCHMARKS
+from tpl.bench.benchmarks import BENCHMARKS, CHOSEN_BY_USER
 from tpl.bench.metrics import Matrix, matrix_of
 from tpl.bench.run_files import Description, Results, read_run_file
 from tpl.errors import TplError
@@ -72,13 +72,18 @@ class RunResult:
         }
 
     def against(self, joint: RunResult) -> dict[str, float | None]:
-        """The paper's rectified forgetting, relative to a joint run over the same tasks.
+        """The paper's rectified forgetting, relative to a joint run over the same classes and images.
 
-        None for what needs stages that one of the runs has left out.
+        None for what needs stages that one of the runs has left out. A joint run over the same images in other tasks
+        has no stages in common with this one, but it ends with the same classes: the difference in Last is what was
+        lost, as a mean over images. It is the paper's mean over tasks where these have equally many test images.
         """
-        for key, what in (("classes", "tasks"), ("data", "images"), ("validation", "held-out images")):
-            if joint.description[key] != self.description[key]:
+        if not same_tasks(self.description, joint.description):
+            if not same_images(self.description, joint.description):
+                what = _differing(self.description, joint.description)
                 raise TplError(f"Rectified forgetting compares runs over the same {what}; these differ in theirs.")
+            lasts = [float(last) for run in (joint, self) if (last := run.summary.get("last")) is not None]
+            return {"forgetting_last": lasts[0] - lasts[1] if len(lasts) == 2 else None, "forgetting_aia": None}
         mine, other = self.matrices["cil"], joint.matrices["cil"]
         return {
             "forgetting_last": _measured(metrics.rectified_forgetting_last(mine, other)),
@@ -147,6 +152,40 @@ def read_description(out: Path) -> dict[str, Any]:
     for key in {"options", "benchmark_options"} & set(description):
         description[key] = current_options(description["method"], description[key], complete=key == "options")
     return description
+
+
+def same_tasks(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two runs, given their run.json, had the same images in the same tasks."""
+    return all(one.get(key) == other.get(key) for key in ("classes", "data", "validation"))
+
+
+def same_images(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two runs, given their run.json, ended with the same classes and images, in whatever tasks these came.
+
+    The hashes of the data are over labels within tasks and images in order of arrival, so they say this for the same
+    tasks only. Otherwise it takes a data set known by name, all classes and as many test images. What is held out by
+    `validation` depends on the seed, the class and its images only.
+    """
+    if same_tasks(one, other):
+        return True
+    benchmarks = [BENCHMARKS.get(str(each.get("benchmark"))) for each in (one, other)]
+    sources = {None if benchmark is None or benchmark.blurry else benchmark.source for benchmark in benchmarks}
+    if len(sources) > 1 or sources & {None, *CHOSEN_BY_USER} or one.get("classes") == other.get("classes"):
+        return False  # the same classes in the same tasks, but another hash: these are other images
+    return _differing(one, other) == "images" and sum(one["test_images"]) == sum(other["test_images"])
+
+
+def all_classes(description: Mapping[str, Any]) -> list[str]:
+    """The classes of all tasks of a run, given its run.json, in order of arrival."""
+    return [str(name) for names in description["classes"] for name in names]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What two runs over different tasks differ in, in words; the images, if it is nothing else."""
+    if sorted(all_classes(one)) != sorted(all_classes(other)):
+        return "classes"
+    seeded = one.get("validation") is not None and one.get("seed") != other.get("seed")
+    return "held-out images" if seeded or one.get("validation") != other.get("validation") else "images"
 
 
 def contamination_of(description: Mapping[str, Any]) -> list[str]:

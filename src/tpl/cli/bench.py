@@ -198,8 +198,8 @@ def run(
         for name, each in pairs
     ]
     check_settings(settings)
-    from tpl.bench.bounds import BOUNDS, is_bound
-    from tpl.bench.results import RunResult
+    from tpl.bench.bounds import BOUNDS, elsewhere, is_bound, last_alone
+    from tpl.bench.results import RunResult, same_tasks
     from tpl.bench.run import execute_together
     from tpl.bench.spec import RunSpec
     from tpl.console import run_progress
@@ -229,7 +229,7 @@ def run(
         return
     for result in results:
         for bound in bounds.values():
-            result.against(bound)  # refuses one over other tasks or images
+            result.against(bound)  # refuses one over other classes or images
     if as_json:
         found = [
             {"directory": str(place), "method": name, "order": each}
@@ -240,13 +240,17 @@ def run(
         ]
         print_json(found[0] if len(found) == 1 else {"runs": found})
         return
-    from tpl.report import rich_table, summary_rows
+    from tpl.report import method_label, rich_table, summary_rows
 
-    names = [name if len({each for _, each in pairs}) == 1 else f"{name}, {each}" for name, each in pairs]
+    names = [method_label(result.description) for result in results]
+    if len({each for _, each in pairs}) > 1:
+        names = [f"{name}, {each}" for name, (_, each) in zip(names, pairs, strict=True)]
     runs = dict(zip(names, results, strict=True))
     for where, bound in bounds.items():
-        name = str(bound.description["method"])
-        runs[name if name not in runs else where] = bound
+        known = any(same_tasks(result.description, bound.description) for result in results)
+        whose = "" if known else elsewhere(bound.description, results[0].description)
+        name = method_label(bound.description) + whose
+        runs[name if name not in runs else where] = bound if known else last_alone(bound)
     out.print(rich_table(summary_rows(runs), width=out.width))
     for place in places:
         out.print(f"Run directory: [bold]{escape(str(place))}[/]", soft_wrap=True)
@@ -263,7 +267,7 @@ def _forgetting(result: RunResult, candidates: Sequence[RunResult]) -> dict[str,
     from tpl.bench.bounds import better_bound, bound_name
 
     bound = better_bound(result, candidates)
-    return {} if bound is None else result.against(bound) | {"bound": bound_name(bound.description)}
+    return {} if bound is None else result.against(bound) | {"bound": bound_name(bound.description, result.description)}
 
 
 def _with_notes(specs: list[RunSpec], callback: Callback) -> Callback:

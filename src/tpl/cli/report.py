@@ -152,7 +152,7 @@ def _content(experiments: list[Experiment], comparison: Comparison | None) -> di
         runs += [row | where | {"place": str(row["place"])} for row in experiment.run_rows()]
         paper = paper_of(experiment)
         rows = [
-            row | {"paper": {key: {"value": v.value, "row": v.row} for key, v in paper[row["name"]].items()}}
+            row | {"paper": {key: {"value": v.value, "row": v.row} for key, v in paper.get(row["name"], {}).items()}}
             for row in experiment.rows
         ]
         ranking = ranking_of(experiment)

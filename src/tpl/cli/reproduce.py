@@ -56,6 +56,12 @@ def reproduce(
     tolerance: Annotated[
         float, typer.Option(min=0, help="How many points from the paper's number count as equal.")
     ] = 0.5,
+    min_orders: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many class orders a row must have behind its numbers.")
+    ] = 1,
+    any_weights: Annotated[
+        bool, typer.Option("--any-weights", help="Count runs with weights that are not known by their hash.")
+    ] = False,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -97,9 +103,10 @@ def reproduce(
     """Compare with rows of the paper's tables: run what they need, or read finished runs.
 
     A row is a table, a line of it and a benchmark. A quantity is equal to the paper's, above or below it; a row is
-    reached if all are equal or better, by the paper's recipe or with another one, which is named. Exit code 1 unless
-    every row is reached. With --from, options such as --epochs choose among the runs found. Comparing finished runs
-    takes a second; making them takes as long as `tpl run` does, once per class order.
+    reached if all are equal or better, by the paper's recipe or with another one, which is named. With encoder weights
+    that are not known by their hash it is unverified, with fewer class orders than --min-orders there is no evidence.
+    Exit code 1 unless every row is reached. With --from, options such as --epochs choose among the runs found.
+    Comparing finished runs takes a second; making them takes as long as `tpl run` does, once per class order.
 
     Examples:
 
@@ -108,6 +115,10 @@ def reproduce(
     `tpl reproduce --from results 'encoders/*tiny/c100*'`
 
     `tpl reproduce --from results resnet18/tpl --recipe scratch-plain`
+
+    `tpl reproduce --from results 'encoders/vit-tiny/*' --min-orders 3`
+
+    `tpl reproduce --from runs/mine main/tpl/c10-5t --any-weights`
 
     `tpl reproduce encoders/vit-tiny/c100-10t --data cifar100/`
     """
@@ -126,17 +137,18 @@ def reproduce(
     options = overrides(epochs, lr, memory, set_)
     names = None if orders is None else class_orders(orders, to_run=evidence is None)
     if evidence is not None:
-        question = Question(tolerance, options, names, recipe, undeclared=bool(options))
+        question = Question(tolerance, options, names, recipe, bool(options), min_orders, any_weights)
         judgements = _judge_folder(found, evidence, question)
     else:
         from tpl.bench.reproduce import ORDERS, RowSettings
 
-        settings = RowSettings(
-            directory, data, weights, download, names or ORDERS, seed, device, precision, options, recipe
-        )
-        question = Question(tolerance, options, recipe=recipe, undeclared=True)
+        to_run = names or ORDERS
+        if len(to_run) < min_orders:
+            raise TplError(f"--min-orders {min_orders} needs as many class orders: name them with --orders.")
+        settings = RowSettings(directory, data, weights, download, to_run, seed, device, precision, options, recipe)
+        question = Question(tolerance, options, None, recipe, True, min_orders, any_weights)
         judgements = _judge_new_runs(found, settings, question, as_json)
-    _print_verdicts(judgements, tolerance, as_json)
+    _print_verdicts(judgements, question, as_json)
     if any(overall(each).verdict not in (REACHED, SHOWN) for each in judgements):
         raise typer.Exit(1)
 
@@ -214,19 +226,36 @@ def _print_list(rows: Sequence[Row], as_json: bool) -> None:
     out.print(table)
 
 
-def _print_verdicts(judgements: Sequence[Sequence[Judgement]], tolerance: float, as_json: bool) -> None:
+def _print_verdicts(judgements: Sequence[Sequence[Judgement]], question: Question, as_json: bool) -> None:
     """Print the paper's numbers and ours, remarks on the rows, and the runs behind the numbers."""
-    from tpl.bench.paper.judge import overall
+    from tpl.bench.paper.judge import REACHED, counted_orders, overall
     from tpl.bench.paper.recipes import load_recipes, paper_orders
 
     counted = [overall(each) for each in judgements]
     count = Counter(_counted_as(judgement) for judgement in counted)
+    orders: dict[str, list[int]] = {}  # behind the rows that are reached
+    for judgement in counted:
+        if judgement.verdict == REACHED:
+            orders.setdefault(_counted_as(judgement), []).append(judgement.orders)
     every = [judgement for each in judgements for judgement in each]
     if as_json:
         recipes = {name: {"summary": r.summary, "by_paper": r.by_paper} for name, r in load_recipes().items()}
-        content = {"tolerance": tolerance, "paper_class_orders": paper_orders(), "recipes": recipes}
-        by_row = {j.row.name: {"verdict": j.verdict, "recipe": j.recipe, "by_paper": j.by_paper} for j in counted}
-        print_json(content | {"verdicts": dict(count), "by_row": by_row, "rows": [j.to_dict() for j in every]})
+        by_row = {
+            j.row.name: {"verdict": j.verdict, "recipe": j.recipe, "by_paper": j.by_paper, "class_orders": j.orders}
+            for j in counted
+        }
+        content = {
+            "tolerance": question.tolerance,
+            "min_orders": question.min_orders,
+            "any_weights": question.any_weights,
+            "paper_class_orders": paper_orders(),
+            "recipes": recipes,
+            "verdicts": dict(count),
+            "reached_class_orders": {name: {"min": min(n), "max": max(n)} for name, n in orders.items()},
+            "by_row": by_row,
+            "rows": [j.to_dict() for j in every],
+        }
+        print_json(content)
         return
     out.print(_table(every))
     for judgement in every:
@@ -234,10 +263,11 @@ def _print_verdicts(judgements: Sequence[Sequence[Judgement]], tolerance: float,
     _print_evidence(every)
     for name in dict.fromkeys(str(j.recipe) for j in every if j.recipe in load_recipes()):
         out.print(f"Recipe [bold]{name}[/]: {escape(load_recipes()[name].summary)}.", highlight=False)
-    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in count.items())
+    behind = {name: f" ({counted_orders(min(n), max(n))})" for name, n in orders.items()}
+    verdicts = ", ".join(f"{number} {verdict}{behind.get(verdict, '')}" for verdict, number in count.items())
     meaning = (
-        f"Equal: at most {tolerance:g} points from the paper; reached: equal or better; n: class orders (the paper has "
-        f"{paper_orders()}); ±: deviation over them."
+        f"Equal: at most {question.tolerance:g} points from the paper; reached: equal or better; n: class orders (the "
+        f"paper has {paper_orders()}); ±: deviation over them."
     )
     out.print(f"Rows: [bold]{verdicts}[/]. {meaning}", highlight=False)
 
@@ -250,10 +280,12 @@ def _counted_as(judgement: Judgement) -> str:
 
 
 def _print_remarks(judgement: Judgement) -> None:
-    verdict = judgement.verdict if judgement.verdict == "ambiguous" else "no evidence"
+    from tpl.bench.paper.judge import AMBIGUOUS, NO_EVIDENCE, UNVERIFIED
+
+    verdict = judgement.verdict if judgement.verdict in (AMBIGUOUS, UNVERIFIED) else NO_EVIDENCE
     remarks = {verdict: judgement.reason, "misprint": judgement.row.misprint}
-    if not judgement.verified:
-        remarks["unverified"] = "no hash of these encoder weights is known; that they are the paper's rests on the name"
+    if not judgement.verified and verdict != UNVERIFIED:
+        remarks[UNVERIFIED] = "these weights are not known by their hash; that they are the paper's rests on the name"
     if seen := [name for group in judgement.used[:1] for name in group.runs[0].result.contamination]:
         remarks["contaminated"] = f"the encoder was pre-trained on {' and '.join(seen)}, as the paper's row was"
     for mark, text in remarks.items():
@@ -263,6 +295,7 @@ def _print_remarks(judgement: Judgement) -> None:
 
 def _table(judgements: Sequence[Judgement]) -> Table:
     from tpl.bench.paper import QUANTITIES
+    from tpl.bench.paper.judge import UNVERIFIED
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("row", overflow="fold")
@@ -271,6 +304,7 @@ def _table(judgements: Sequence[Judgement]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for judgement in judgements:
+        unverified = judgement.verdict == UNVERIFIED
         for index, finding in enumerate(judgement.findings):
             table.add_row(
                 _name(judgement) if index == 0 else "",
@@ -279,7 +313,7 @@ def _table(judgements: Sequence[Judgement]) -> Table:
                 "–" if finding.ours is None else f"{finding.ours:.2f}{_spread(finding.std)}",
                 "–" if finding.difference is None else f"{finding.difference:+.2f}",
                 str(judgement.orders),
-                f"[{COLOURS[finding.reached]}]{_word(finding)}[/]",
+                f"[{COLOURS[None if unverified else finding.reached]}]{_word(finding, unverified)}[/]",
             )
     return table
 
@@ -298,8 +332,10 @@ def _by(judgement: Judgement) -> str:
     return "with the settings of no recipe"
 
 
-def _word(finding: Finding) -> str:
-    """The verdict on a quantity; a miss is called one."""
+def _word(finding: Finding, unverified: bool) -> str:
+    """The verdict on a quantity; a miss is called one, unless the row's weights are unverified."""
+    if unverified:
+        return f"{finding.verdict}, unverified"
     return f"{finding.verdict}, missed" if finding.reached is False else finding.verdict
 
 

@@ -50,6 +50,7 @@ from tpl.lines import ProgressLines, duration
 
 if TYPE_CHECKING:
     from tpl.bench.engines import JobEvent
+    from tpl.bench.results import RunResult
     from tpl.bench.suite_run import RunState
     from tpl.engine import RunLabel
 
@@ -252,23 +253,22 @@ def _refuse_options(context: typer.Context) -> None:
             raise TplError(f"tpl suite status DIR takes no {parameter.opts[0]}; it runs nothing.")
 
 
-def _groups(states: Sequence[RunState]) -> dict[str, dict[str, list[Any]]]:
-    """Finished runs by benchmark and method."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    for state in states:
-        if state.result is not None:
-            found.setdefault(state.benchmark, {}).setdefault(state.method, []).append(state.result)
-    return found
-
-
 def _tables(states: Sequence[RunState]) -> dict[str, list[dict[str, Any]]]:
     """For every benchmark, one row per method: its means over class orders and seeds."""
-    groups = _groups(states)
-    if not groups:
+    finished = [(state.benchmark, state.result) for state in states if state.result is not None]
+    if not finished:
         return {}  # without an import, which would take time after Ctrl-C
-    from tpl.report import mean_rows
+    from tpl.bench.bounds import is_bound
+    from tpl.report import mean_rows, method_label
 
-    return {benchmark: mean_rows(of) for benchmark, of in groups.items()}
+    groups: dict[str, dict[str, list[RunResult]]] = {}
+    for benchmark, result in finished:
+        groups.setdefault(benchmark, {}).setdefault(method_label(result.description), []).append(result)
+    bounds = [(benchmark, result) for benchmark, result in finished if is_bound(result.description)]
+    return {
+        benchmark: mean_rows(of, [bound for elsewhere, bound in bounds if elsewhere != benchmark])
+        for benchmark, of in groups.items()
+    }
 
 
 def _table_rows(states: Sequence[RunState]) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def _print_tables(states: Sequence[RunState]) -> None:
         from tpl.report import rich_table
 
         for row in rows:
-            asked = sum(s.method == row["group"] and s.benchmark == benchmark for s in states)
+            asked = sum(s.method == row["method"] and s.benchmark == benchmark for s in states)
             row["name"] += "" if row["runs"] == asked else f" ({row['runs']} of {asked} runs)"
         most = max(row["runs"] for row in rows)
         title = f"{benchmark}, mean ± deviation over {most} runs" if most > 1 else benchmark

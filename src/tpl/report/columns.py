@@ -125,6 +125,7 @@ Row = dict[str, Any]
 LOWER, CONTINUAL, UPPER = "lower bound", "continual", "upper bound"
 _ROLES = {"finetune": LOWER} | dict.fromkeys(BOUNDS, UPPER)  # every other method is compared as a continual method
 _ORDER = (LOWER, CONTINUAL, UPPER)
+OR = " or "  # between the names of bounds
 MISSING = "\N{EN DASH}"  # shown where there is no number
 
 
@@ -155,13 +156,13 @@ def metrics_of(run: RunResult, bound: RunResult | None = None) -> dict[str, floa
     return {column.key: _number(values.get(column.key)) for column in COLUMNS}
 
 
-def mean_rows(groups: Mapping[str, Sequence[RunResult]]) -> list[Row]:
+def mean_rows(groups: Mapping[str, Sequence[RunResult]], others: Sequence[RunResult] = ()) -> list[Row]:
     """One row for each group of runs (several class orders and seeds): means, and standard deviations as `KEY_std`.
 
     The parts of a method's predictions follow it, as rows whose `part` is not None. Forgetting is measured against the
-    better bound over the same tasks and images, if each run of a group has one; `bound` names it.
+    better bound over the same images, of the groups or of `others`, if each run of a group has one; `bound` names it.
     """
-    bounds = [run for runs in groups.values() for run in runs if is_bound(run.description)]
+    bounds = [run for runs in groups.values() for run in runs if is_bound(run.description)] + list(others)
     rows = []
     for name, runs in groups.items():
         if runs:
@@ -179,6 +180,7 @@ def part_rows(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult])
 def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult], part: str | None = None) -> Row:
     against = [better_bound(run, bounds) for run in runs]
     found = [metrics_of(run, bound) for run, bound in zip(runs, against, strict=True)]
+    names = {bound_name(bound.description, run.description) for run, bound in zip(runs, against, strict=True) if bound}
     row: Row = {
         "name": name if part is None else f"{name}, {part} alone",
         "group": name,
@@ -187,7 +189,7 @@ def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult],
         "role": role(runs[0]),
         "runs": len(runs),
         "contamination": sorted({name for run in runs for name in run.contamination}),
-        "bound": " or ".join(sorted({bound_name(bound.description) for bound in against if bound})) or None,
+        "bound": OR.join(sorted(names)) or None,
     }
     for column in COLUMNS:
         values = [some for some in (each[column.key] for each in found) if some is not None]
@@ -196,6 +198,11 @@ def _mean_row(name: str, runs: Sequence[RunResult], bounds: Sequence[RunResult],
         spread = complete and len(runs) > 1 and column.group != COST
         row[f"{column.key}_std"] = float(np.std(values, ddof=1)) if spread else None
     return row
+
+
+def bound_names(rows: Sequence[Row]) -> list[str]:
+    """The names of all bounds that rows are measured against, each once."""
+    return list(dict.fromkeys(name for row in rows if row["bound"] for name in row["bound"].split(OR)))
 
 
 CONTAMINATED = "\N{DAGGER}"

@@ -7,7 +7,7 @@ seed only; a method that was run with several settings has a group for each, nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from tpl.bench.bounds import is_bound
+from tpl.bench.bounds import bounds_of, fits, is_bound
 from tpl.bench.metrics import Matrix, accuracy_so_far
 from tpl.bench.paper.evidence import Run
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report.columns import CONTINUAL, Row, mean_rows, role, run_row
+from tpl.report.labels import SHOWN_OPTIONS, method_label, options_in_label, shown_option
 
 # Required in run.json; anything else may be missing.
 _REQUIRED = ("benchmark", "method", "options", "seed", "order", "classes", "test_images", "encoder", "data")
@@ -178,6 +179,7 @@ class Experiment:
 
     title: str
     groups: tuple[Group, ...]  # lower bounds, methods, upper bounds
+    others: tuple[RunResult, ...] = ()  # upper bounds of other experiments, over the same images in other tasks
 
     @property
     def runs(self) -> list[FoundRun]:
@@ -196,13 +198,17 @@ class Experiment:
 
     @cached_property
     def bounds(self) -> list[RunResult]:
-        """The upper bounds, which forgetting is measured against."""
-        return [run.result for run in self.runs if is_bound(run.description)]
+        """The upper bounds, which forgetting is measured against: of this experiment, then of others."""
+        return [*(run.result for run in self.runs if is_bound(run.description)), *self.others]
+
+    def bounds_of(self, run: FoundRun) -> list[RunResult]:
+        """The upper bounds among which a run's is chosen; none for a bound itself."""
+        return [] if is_bound(run.description) else bounds_of(run.result, self.bounds)
 
     @cached_property
     def rows(self) -> list[Row]:
         """One row for each group, and for each part of its predictions: means and standard deviations."""
-        return mean_rows({group.name: [run.result for run in group.runs] for group in self.groups})
+        return mean_rows({group.name: [run.result for run in group.runs] for group in self.groups}, self.others)
 
     def run_rows(self) -> list[Row]:
         """One row for each run, with its class order, seed and directory."""
@@ -231,6 +237,7 @@ def group_runs(runs: Sequence[FoundRun]) -> list[Experiment]:
         experiments.setdefault(
             (run.description["benchmark"], run.encoder, run.sizes, run.description.get("validation")), []
         ).append(run)
+    bounds = [run for run in runs if is_bound(run.description)]
     made = []
     for (benchmark, encoder, sizes, validation), members in experiments.items():
         title = f"{benchmark}, {encoder}"
@@ -239,7 +246,9 @@ def group_runs(runs: Sequence[FoundRun]) -> list[Experiment]:
             title += f", {len(sizes)} tasks of {_sizes(sizes)} classes"
         if len({key[3] for key in alike}) > 1:
             title += "" if validation is None else f", {100 * validation:g} % held out"
-        made.append(Experiment(title, tuple(_groups(members))))
+        foreign = [bound.result for bound in bounds if not any(bound is member for member in members)]
+        others = tuple(bound for bound in foreign if any(fits(member.result, bound) for member in members))
+        made.append(Experiment(title, tuple(_groups(members)), others))
     return made
 
 
@@ -247,36 +256,25 @@ def _sizes(sizes: Sequence[int]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))
 
 
-_SHOWN_DIFFERENCES = 3  # settings in the name of a group
-
-
 def _groups(runs: Sequence[FoundRun]) -> list[Group]:
     by_method: dict[str, list[FoundRun]] = {}
     for run in runs:
         by_method.setdefault(str(run.description["method"]), []).append(run)
     groups: list[Group] = []
-    for method, members in by_method.items():
-        for group in _by_settings(method, members):
+    for members in by_method.values():
+        for group in _by_settings(members):
             twins = sum(other.name.partition(" #")[0] == group.name for other in groups)
             groups.append(Group(f"{group.name} #{twins + 1}", group.runs) if twins else group)
     order = [row["name"] for row in mean_rows({group.name: [group.runs[0].result] for group in groups})]
     return sorted(groups, key=lambda group: order.index(group.name))
 
 
-def _by_settings(method: str, runs: Sequence[FoundRun]) -> Iterable[Group]:
+def _by_settings(runs: Sequence[FoundRun]) -> Iterable[Group]:
     """One method's runs grouped by settings; repeated runs are not averaged but listed by directory."""
     by_settings: dict[str, list[FoundRun]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
-    known = [_settings(members[0]) for members in by_settings.values()]
-    keys = sorted({key for settings in known for key in settings})
-    differing = [key for key in keys if len({json.dumps(s.get(key)) for s in known}) > 1]
-    some = differing[:_SHOWN_DIFFERENCES]
-    if len({json.dumps([s.get(key) for key in some]) for s in known}) < len(known):
-        some = differing  # the first few are not enough to distinguish the groups
-    for settings, members in zip(known, by_settings.values(), strict=True):
-        named = [f"{key} {_short(settings.get(key))}" for key in some]
-        name = ", ".join([method, *named, *(["…"] if len(some) < len(differing) else [])])
+    for name, members in zip(_names([each[0] for each in by_settings.values()]), by_settings.values(), strict=True):
         if _all_different(members):
             yield Group(name, tuple(members))
             continue
@@ -288,6 +286,29 @@ def _by_settings(method: str, runs: Sequence[FoundRun]) -> Iterable[Group]:
         yield from (Group(f"{name} ({folder})", tuple(inside)) for folder, inside in folders.items())
 
 
+def _names(runs: Sequence[FoundRun]) -> list[str]:
+    """Names for runs of one method with different settings: its labels, and what they leave open."""
+    known, labels = [_settings(run) for run in runs], [method_label(run.description) for run in runs]
+    unsaid = []  # for each run the settings to name: what its label's other runs have otherwise comes first
+    for run, label in zip(runs, labels, strict=True):
+        within = _differing([s for s, other in zip(known, labels, strict=True) if other == label])
+        said = options_in_label(run.description)
+        unsaid.append(within + [key for key in _differing(known) if key not in said and key not in within])
+    for most in (SHOWN_OPTIONS, None):  # the first few may not be enough to distinguish the runs
+        names = []
+        for label, keys, settings in zip(labels, unsaid, known, strict=True):
+            named = [f"{key} {shown_option(settings.get(key))}" for key in keys[:most]]
+            names.append(", ".join([label, *named, *(["…"] if keys[:most] != keys else [])]))
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = sorted({key for each in settings for key in each})
+    return [key for key in keys if len({json.dumps(each.get(key)) for each in settings}) > 1]
+
+
 def _all_different(runs: Sequence[FoundRun]) -> bool:
     """Whether no two runs have the same class order and seed."""
     return len({(json.dumps(run.description["classes"]), run.description["seed"]) for run in runs}) == len(runs)
@@ -297,8 +318,3 @@ def _settings(run: FoundRun) -> dict[str, Any]:
     """Everything that may change a result except class order and seed."""
     weights = str(run.description["encoder"].get("sha256"))[:8]
     return dict(run.description["options"]) | {"precision": run.description.get("precision"), "weights": weights}
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 16 else text[:15] + "…"

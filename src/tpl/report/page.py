@@ -202,7 +202,7 @@ def _bounds(experiment: Experiment) -> str:
     if not lacking or not experiment.bounds:
         return found
     return (
-        f"{found} It needs a bound over the same tasks for every run; {', '.join(lacking)} lack some. "
+        f"{found} It needs a bound over the same images for every run; {', '.join(lacking)} lack some. "
         "The table of all runs shows it for the others."
     )
 

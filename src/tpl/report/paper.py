@@ -86,15 +86,16 @@ class Ranking:
         )
 
 
-def ranking_of(experiment: Experiment) -> Ranking | None:
+def ranking_of(experiment: Experiment, benchmark: str | None = None) -> Ranking | None:
     """The order of an experiment's methods; None if too few of them are in the paper's table of its benchmark.
 
-    A method that was run with several settings is left out.
+    A method that was run with several settings is left out. The paper's order may be that on another `benchmark`.
     """
+    benchmark = benchmark or experiment.benchmark
     table = "resnet18" if experiment.encoder.startswith("resnet18") else "main"
     printed: dict[str, PaperRow] = {}
     for row in load_rows():
-        if row.table == table and row.benchmark == experiment.benchmark and "last" in row.values:
+        if row.table == table and row.benchmark == benchmark and "last" in row.values:
             printed.setdefault(row.method, row)  # the first of a method is the table's own encoder
     lasts = {row["name"]: row["last"] for row in experiment.rows}
     once = [

@@ -20,10 +20,12 @@ from tpl.report.columns import (
     COST,
     FORGETTING,
     MISSING,
+    OR,
     SCORES,
     Column,
     Row,
     best,
+    bound_names,
     cell,
     columns_of,
     contamination_note,
@@ -106,7 +108,8 @@ def experiment_tables(experiment: Experiment) -> list[Table]:
 
 def forgetting_sentence(experiment: Experiment) -> str:
     """What rectified forgetting is measured against in an experiment."""
-    return bounds_sentence(experiment.bounds, [row["bound"] for row in experiment.rows if row["bound"]])
+    considered = [each for run in experiment.runs for each in experiment.bounds_of(run)]
+    return bounds_sentence(considered or experiment.bounds, bound_names(experiment.rows))
 
 
 def overview(experiments: Sequence[Experiment]) -> Table | None:
@@ -259,8 +262,8 @@ def rich_table(rows: Sequence[Row], title: str | None = None, width: int | None 
 
 def _rich_table(rows: Sequence[Row], columns: Sequence[Column], title: str | None) -> rich_tables.Table:
     winners = {column.key: best(rows, column) for column in columns}
-    against = list(dict.fromkeys(row["bound"] for row in rows if row["bound"]))
-    notes = [f"Forgetting is measured against {' or '.join(against)}."] if against else []
+    against = bound_names(rows)
+    notes = [f"Forgetting is measured against {OR.join(against)}."] if against else []
     notes += [note] if (note := contamination_note(rows)) else []
     caption = " ".join(notes) or None
     table = rich_tables.Table(

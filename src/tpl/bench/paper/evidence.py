@@ -17,7 +17,7 @@ from tpl.bench import metrics
 from tpl.bench.paper import Row, task_sizes
 from tpl.bench.results import RunResult, accuracies
 from tpl.errors import TplError
-from tpl.pretraining import weights_status
+from tpl.pretraining import UNVERIFIED, weights_status
 
 SETTINGS = ("benchmark", "method", "options", "encoder", "precision")  # of run.json: what runs of a group share
 NEEDED = ("benchmark", "method", "options", "order", "seed", "classes", "test_images", "encoder", "data")
@@ -83,6 +83,11 @@ class RunGroup:
     def weights(self) -> str:
         """Whether the encoder's weights are known by their hash."""
         return weights_status(self.description["encoder"]["name"], self.description["encoder"].get("sha256"))
+
+    @property
+    def verified(self) -> bool:
+        """Whether the encoder's weights are known by their hash, or there are none."""
+        return self.weights != UNVERIFIED
 
     def settings(self) -> dict[str, Any]:
         """Options, precision and encoder weights."""

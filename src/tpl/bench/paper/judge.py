@@ -1,12 +1,13 @@
 """Verdicts: a row of the paper beside finished runs of one recipe.
 
 Every quantity is `equal` to the paper's within the tolerance, `above` or `below` it. A row is `reached` if every
-quantity is equal or better. Imports no torch: committed results are judged in a second.
+quantity is equal or better, in as many class orders as are wanted, with encoder weights that are known by their hash;
+with others it is `unverified`. Imports no torch: committed results are judged in a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,11 @@ from tpl.bench.bounds import trained_to_the_end
 from tpl.bench.paper import QUANTITIES, Printed, Row
 from tpl.bench.paper.evidence import Run, RunGroup, amount, fits, groups
 from tpl.bench.paper.recipes import UNDECLARED, Recipe, differing, find_recipe, load_recipes, paper_orders
+from tpl.pretraining import known_weights
 
 JOINT = "joint"  # the method behind the paper's Non-CL, the reference for forgetting
 EQUAL, ABOVE, BELOW = "equal", "above", "below"  # of a quantity
-REACHED, MISSED = "reached", "missed"  # of a row
+REACHED, MISSED, UNVERIFIED = "reached", "missed", "unverified"  # of a row
 NO_EVIDENCE, AMBIGUOUS, SHOWN = "no evidence", "ambiguous", "shown"  # of both
 
 
@@ -72,16 +74,24 @@ class Judgement:
     used: tuple[RunGroup, ...]  # one a benchmark, and the joint runs that forgetting is relative to
     unused: tuple[RunGroup, ...]  # fitting runs with other settings, which are not mixed in
     orders: int  # number of class orders behind the numbers; for an average, the smallest of the five
-    reason: str | None = None  # why there is no evidence, or which groups of runs are as many
+    reason: str | None = None  # why there is no evidence, which groups are as many, or whose weights are unknown
+    any_weights: bool = False  # whether runs with unverified weights count
 
     @property
     def verdict(self) -> str:
-        """Reached if all quantities are; missed if one is not; ambiguous if runs of different settings are as many."""
+        """Reached if all quantities are; missed if one is not; ambiguous if runs of different settings are as many.
+
+        Neither reached nor missed but unverified if the runs have weights that are not known by their hash.
+        """
         for lacking in (AMBIGUOUS, NO_EVIDENCE):
             if any(finding.verdict == lacking for finding in self.findings):
                 return lacking
         reached = [finding.reached for finding in self.findings if finding.reached is not None]
-        return (REACHED if all(reached) else MISSED) if reached else SHOWN
+        if not reached:
+            return SHOWN
+        if not (self.verified or self.any_weights):
+            return UNVERIFIED
+        return REACHED if all(reached) else MISSED
 
     @property
     def by_paper(self) -> bool:
@@ -91,7 +101,7 @@ class Judgement:
     @property
     def verified(self) -> bool:
         """Whether the encoder's weights are known by their hash, or there are none."""
-        return all(group.weights != "unverified" for group in self.used)
+        return all(group.verified for group in self.used)
 
     def to_dict(self) -> dict[str, Any]:
         """The content for JSON."""
@@ -119,13 +129,15 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Question:
-    """What to judge: how close is equal, and which options, class orders and recipes count."""
+    """What to judge: how close is equal, and which options, class orders, recipes and weights count."""
 
     tolerance: float  # points
     options: Mapping[str, Any] | None = None  # required in addition to the row's own
     orders: Sequence[str] | None = None
     recipe: str | None = None  # None: each one that has runs
     undeclared: bool = False  # also judge runs that follow no recipe
+    min_orders: int = 1  # class orders that a row must have behind its numbers
+    any_weights: bool = False  # whether runs with unverified weights count
 
 
 def judge(row: Row, runs: Sequence[Run], question: Question) -> list[Judgement]:
@@ -140,7 +152,9 @@ def judge(row: Row, runs: Sequence[Run], question: Question) -> list[Judgement]:
     if question.undeclared:
         made.append(_by_recipe(row, runs, fitting, None, question))
     partly = [judgement for judgement in made if judgement.used or judgement.reason]
-    found = [judgement for judgement in partly if judgement.verdict != NO_EVIDENCE] or partly[:1]
+    found = [judgement for judgement in partly if judgement.verdict != NO_EVIDENCE]
+    if partly and not found:
+        found = [max(partly, key=lambda judgement: judgement.orders)]
     judged = {key for judgement in found for key in _keys(judgement.used)}
     return [
         replace(judgement, unused=tuple(g for g in judgement.unused if not _keys([g]) & judged)) for judgement in found
@@ -148,8 +162,11 @@ def judge(row: Row, runs: Sequence[Run], question: Question) -> list[Judgement]:
 
 
 def overall(judgements: Sequence[Judgement]) -> Judgement:
-    """The judgement that a row is counted by: reached before missed, by the paper's recipe before any other."""
-    order = (REACHED, MISSED, AMBIGUOUS, SHOWN, NO_EVIDENCE)
+    """The judgement that a row is counted by: reached before missed, by the paper's recipe before any other.
+
+    A miss with known weights comes before numbers with unverified ones.
+    """
+    order = (REACHED, MISSED, UNVERIFIED, AMBIGUOUS, SHOWN, NO_EVIDENCE)
     return min(judgements, key=lambda judgement: (order.index(judgement.verdict), not judgement.by_paper))
 
 
@@ -161,7 +178,7 @@ def _by_recipe(
     ambiguous = None
     for part in row.parts():
         mine = [run for run in fitting[part.benchmark] if _follows(run, recipe, [*row.options, *part.options])]
-        candidates = groups(mine)
+        candidates = _counting(mine, question)
         unused += [g for g in groups(fitting[part.benchmark]) if g.runs[0].settings() not in _keys(candidates[:1])]
         if len(candidates) > 1 and amount(candidates[0]) == amount(candidates[1]):
             names = ", ".join(differing([group.settings() for group in candidates]))
@@ -171,7 +188,7 @@ def _by_recipe(
         if any(key.startswith("forgetting_") for key in row.values):
             bound = replace(part, method=JOINT, options={})
             bounds = [run for run in runs if fits(run, bound, {}, question.orders)]
-            joint += groups(run for run in bounds if trained_to_the_end(run.description))[:1]
+            joint += _counting((run for run in bounds if trained_to_the_end(run.description)), question)[:1]
     name = recipe.name if recipe else UNDECLARED
     complete = len(found) == len(row.parts())
     against = [run for group in joint for run in group.runs]
@@ -182,7 +199,17 @@ def _by_recipe(
     lacking = any(finding.verdict == NO_EVIDENCE for finding in findings) and (found or question.recipe is not None)
     reason = _reason(row, found, complete, name) if lacking else None
     fewest = min((len(group.by_order()) for group in found), default=0) if complete else 0
-    return Judgement(row, name, findings, (*found, *joint), tuple(unused), fewest, reason)
+    if complete and not lacking and fewest < question.min_orders:
+        findings = tuple(replace(finding, verdict=NO_EVIDENCE) for finding in findings)
+        reason = _too_few(found, question.min_orders)
+    made = Judgement(row, name, findings, (*found, *joint), tuple(unused), fewest, reason, question.any_weights)
+    return replace(made, reason=_unknown_weights(made)) if made.verdict == UNVERIFIED else made
+
+
+def _counting(runs: Iterable[Run], question: Question) -> list[RunGroup]:
+    """Runs in groups; unless any weights count, those with unverified weights only where there are no others."""
+    found = groups(runs)
+    return found if question.any_weights else [group for group in found if group.verified] or found
 
 
 def _follows(run: Run, recipe: Recipe | None, leave_out: Sequence[str] = ()) -> bool:
@@ -221,6 +248,32 @@ def _find(row: Row, key: str, found: Sequence[RunGroup], joint: Sequence[Run], t
         # 1e-9: a difference equal to the tolerance in decimals counts as equal
         verdict = EQUAL if abs(ours - target) <= tolerance + 1e-9 else ABOVE if ours > target else BELOW
     return Finding(key, row.values[key], target, ours, spread, verdict)
+
+
+def counted_orders(smallest: int, largest: int | None = None) -> str:
+    """One or two numbers of class orders in words: `1 class order`, `1 to 3 class orders`."""
+    most = smallest if largest is None else largest
+    return f"{smallest if most == smallest else f'{smallest} to {most}'} class order{'' if most == 1 else 's'}"
+
+
+def _too_few(found: Sequence[RunGroup], wanted: int) -> str:
+    """How many class orders there are and how many are wanted; for an average, on which benchmarks there are fewer."""
+    numbers = {group.description["benchmark"]: len(group.by_order()) for group in found}
+    fewer = ", ".join(f"{name} has {number}" for name, number in numbers.items() if number < wanted)
+    text = f"{counted_orders(min(numbers.values()))}, {wanted} wanted"
+    return f"{text} ({fewer})" if len(numbers) > 1 else text
+
+
+def _unknown_weights(judgement: Judgement) -> str:
+    """Whose weights are not known by their hash, the hash, and what to do."""
+    encoder = judgement.row.encoder
+    hashes = dict.fromkeys(g.description["encoder"].get("sha256") for g in judgement.used if not g.verified)
+    theirs = " and ".join(f"sha256 {sha256}" if sha256 else "no recorded sha256" for sha256 in hashes)
+    trust = "count these runs with --any-weights if you trust where the weights are from"
+    if known := known_weights(encoder):
+        names = " or ".join(sha256[:12] for sha256 in known)
+        return f"the weights of {encoder} ({theirs}) are not the known ones ({names}): run with those, or {trust}"
+    return f"the weights of {encoder} ({theirs}) cannot be checked, no hash is known for this encoder: {trust}"
 
 
 def _reason(row: Row, found: Sequence[RunGroup], complete: bool, recipe: str | None) -> str:
