@@ -53,7 +53,8 @@ def test_the_defaults_are_the_published_ones() -> None:
 
 
 def test_stored_runs_and_models_keep_the_options_they_were_made_with(small_stream: Stream, tmp_path: Path) -> None:
-    files = [file for file in (ROOT / "results").rglob("run.json") if "ranpac" in str(file)]
+    names = [file for file in (ROOT / "results").rglob("run.json") if "ranpac" in str(file)]
+    files = [file for file in names if "digits-5t" not in str(file)]  # those are of today's defaults
     kinds = {
         "ranpac-first": ("first", "error"), "ranpac-best": ("first", "entropy"),
         "ranpac-none": ("none", "error"), "ranpac": ("none", "entropy"),
