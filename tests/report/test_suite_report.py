@@ -146,6 +146,12 @@ def test_markdown_survives_any_name() -> None:
     assert line.startswith(r"| a\|b\*c\*\`\<i>\[x\](y) \_z\_ | ")
 
 
+def test_a_name_sends_no_codes_to_a_terminal() -> None:
+    experiment = group_runs(found(make_run("a\x1b[2J\x9b\u202eb", 0.9, 0.1)))[0]
+    for text in (to_markdown(results_table(experiment.rows)), to_latex(results_table(experiment.rows), "tab:x")):
+        assert "a?" in text and text.replace("\n", "").isprintable()
+
+
 def test_a_suite_in_all_formats(suite: Path, tmp_path: Path) -> None:
     arguments = ["--out", tmp_path / "page.html", "--markdown", tmp_path / "t.md"]
     arguments += ["--latex", tmp_path / "deep" / "t.tex"]

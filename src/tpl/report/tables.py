@@ -202,7 +202,7 @@ def _latex(cell: Cell) -> str:
 
 def escape(text: str) -> str:
     """Escape text for LaTeX. Letters that pdflatex does not know lose their accents or become ?."""
-    return "".join(_SPECIAL.get(letter) or _letter(letter) for letter in " ".join(text.split()))
+    return "".join(_SPECIAL.get(letter) or _letter(letter) for letter in _one_line(text))
 
 
 def all_markdown(tables: Sequence[Table]) -> str:
@@ -218,13 +218,17 @@ def all_latex(tables: Sequence[Table]) -> str:
 
 def _plain(text: str) -> str:
     """Escape text for a cell of a Markdown table."""
-    text = " ".join(text.split())
-    return re.sub(r"[\\|*`<\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)  # _ within a word is no markup
+    return re.sub(r"[\\|*`<\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", _one_line(text))  # _ within a word is no markup
+
+
+def _one_line(text: str) -> str:
+    """Text of a run, which may come from elsewhere: what is not printable, such as a terminal's codes, is a "?"."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def _letter(letter: str) -> str:
     if letter.isascii() or ("À" <= letter <= "ÿ" and letter not in "×÷"):
-        return letter if letter.isprintable() else "?"
+        return letter
     plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
     return "".join(_SPECIAL.get(part, part) for part in plain) or "?"
 
