@@ -3,8 +3,7 @@
 Every method learns digits-5t, the bundled digits in five tasks, on one thread, and answers with all five tasks learned.
 Seconds and milliseconds are of the processor; on a shared machine they still differ by up to a half between two runs.
 A row is one method, with its options, and seed, and says what it was measured with; rows that the file has already are
-measured again.
-`recipes/result_tables.py` makes the front page's table of it, with the least of all seeds.
+measured again. `recipes/result_tables.py` makes the front page's table of it, with the least of all seeds.
 
 python benchmarks/front.py                                 # all rows, seeds 0, 1 and 2: 20 minutes on one core
 python benchmarks/front.py --rows slda tpl-plus --seeds 0

@@ -57,10 +57,9 @@ def as_long_table() -> list[str]:
             size = [f"{found[key] / 1e6:.1f}" for key in ("network_bytes", "memory_bytes")]
             printed = beside_the_paper(places.get(run.description["method"]))
             yield [label(name, [run]), recipe(run), *numbers, lost, *fell, *size, *printed]
-            for part in run.parts() if run.description["method"] == "tpl-plus" else ():
-                alone = run.parts()[part].summary
-                numbers = [shown([alone[key]]) for key in ("last", "aia", "til")]
-                lost = behind(bound, [alone["last"]], name)
+            for part, alone in run.parts().items():
+                numbers = [shown([alone.summary[key]]) for key in ("last", "aia", "til")]
+                lost = behind(bound, [alone.summary["last"]], name)
                 yield [f"&emsp;`tpl-plus`, {part} alone", "", *numbers, lost, *["–"] * 5, ""]
         for name in BASELINE_ROWS:
             if name not in runs:

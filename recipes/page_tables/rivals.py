@@ -14,6 +14,7 @@ from page_tables.runs import (
     BY_DEFAULT,
     FRONT,
     GROWING,
+    PARTS,
     ROOT,
     ROWS,
     TITLES,
@@ -44,7 +45,6 @@ FRONT_ROWS = {  # of the front page, as benchmarks/front.py names them, and what
     "finetune": "one network, nothing stored",
 }
 AT_ITS_BEST = {"ranpac --set ridge_criterion=entropy": "ranpac-best"}  # NAME of the runs with these options
-PARTS = "expert", "bank"  # of tpl-plus
 WITH_PARTS = tuple(GROWING)  # rows that are followed by those of their parts
 
 

@@ -28,6 +28,7 @@ SETTINGS = {
     "c100-10t-deit-tiny": "C100-10T, DeiT-tiny",
     "c100-20t-deit-tiny": "C100-20T, DeiT-tiny",
 }
+ORDER = r"natural|random-\d+|[^-]+"  # a class order as directories name it
 FRONT = "vit-tiny"  # the encoder of the front page
 TITLES = {"vit-tiny": "ViT-tiny", "deit-tiny": "DeiT-tiny", "vit-small": "ViT-S", "deit-small": "DeiT-S"}  # of encoders
 BENCHMARKS = {  # and another one over the same images: joint training on all classes knows of no tasks
@@ -61,6 +62,7 @@ ROWS = {  # NAME of a run directory, and what is said about it besides the metho
 }
 KINDS = "-first", "-best", "-none", "-grown", "-former", "-paper"  # ends of a NAME, no part of the method
 BY_DEFAULT = {"ranpac": "ranpac-first", "tpl-plus": "tpl-plus-grown"}  # NAME of the runs with a method's own options
+PARTS = "expert", "bank"  # of tpl-plus, which are measured alone, too
 GROWING = {"tpl-plus": "tpl-plus-grown", "tpl-plus-grown": "tpl-plus"}  # equal while adapters are not full
 FORMER = "tpl-plus-former"  # runs from before `expert_views=several`, `others=per_class` and w = 4 became defaults
 
@@ -73,7 +75,7 @@ def runs_of(setting: str, name: str) -> list[RunResult]:
 def encoders_of(benchmark: str) -> list[str]:
     """The encoders that have runs on a benchmark, by their names in directories; those of the paper's order first."""
     names = "|".join(map(re.escape, sorted(ROWS, key=len, reverse=True)))
-    pattern = re.compile(rf"{benchmark}-(.+?)-(?:{names})-(?:natural|random-\d+|[^-]+)")
+    pattern = re.compile(rf"{benchmark}-(.+?)-(?:{names})-(?:{ORDER})")
     found = {match[1] for place in RESULTS.glob(f"*/{benchmark}-*") if (match := pattern.fullmatch(place.name))}
     return sorted((name for name in found if not name.startswith("resnet")), key=lambda n: (n != FRONT, n))
 
@@ -95,10 +97,10 @@ def runs_named(setting: str, name: str) -> list[tuple[Path, RunResult]]:
     """The runs on test images in directories of this NAME, with the directories."""
     found = []
     for place in sorted(RESULTS.glob(f"*/{setting}-{name}-*")):
-        if (place / "results.json").is_file():
+        order = place.name.removeprefix(f"{setting}-{name}-")
+        if re.fullmatch(ORDER, order) and (place / "results.json").is_file():
             run = RunResult.read(place)
-            order = str(run.description["order"]).replace(":", "-")
-            if place.name == f"{setting}-{name}-{order}" and run.description["validation"] is None:
+            if order == str(run.description["order"]).replace(":", "-") and run.description["validation"] is None:
                 found.append((place, run))
     return found
 

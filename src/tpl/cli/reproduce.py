@@ -400,9 +400,10 @@ def _other(group: RunGroup, judged: RunGroup | None) -> str:
     """A group's results, and how its settings differ from those of the judged group; without one, the main settings."""
     from tpl.bench.paper.recipes import differing
 
-    mine, theirs = _settings(group), _settings(judged) if judged else {}
+    mine = _settings(group)
+    theirs = _settings(judged) if judged else mine
     names = differing([mine, theirs]) if judged else [name for name in _TELLING if name in mine]
-    apart = " ".join(f"{name}={mine.get(name)}" + _dated(name, mine, theirs if judged else mine) for name in names)
+    apart = " ".join(f"{name}={mine.get(name)}" + _dated(name, mine, theirs) for name in names)
     if judged and group.description["encoder"] != judged.description["encoder"]:
         apart += f" encoder sha256 {group.description['encoder'].get('sha256')}"
     places = _each(str(run.place) for run in group.runs)

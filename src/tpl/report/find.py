@@ -7,7 +7,7 @@ seed only; a method that was run with several settings has a group for each, nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +19,7 @@ import numpy as np
 from tpl.bench.bounds import bounds_of, fits, is_bound
 from tpl.bench.metrics import Matrix, accuracy_so_far
 from tpl.bench.paper.evidence import Run
+from tpl.bench.paper.recipes import differing
 from tpl.bench.results import RunResult
 from tpl.errors import TplError
 from tpl.report.columns import CONTINUAL, Row, mean_rows, role, run_row
@@ -289,11 +290,12 @@ def _by_settings(runs: Sequence[FoundRun]) -> Iterable[Group]:
 def _names(runs: Sequence[FoundRun]) -> list[str]:
     """Names for runs of one method with different settings: its labels, and what they leave open."""
     known, labels = [_settings(run) for run in runs], [method_label(run.description) for run in runs]
+    apart = sorted(differing(known))
     unsaid = []  # for each run the settings to name: what its label's other runs have otherwise comes first
     for run, label in zip(runs, labels, strict=True):
-        within = _differing([s for s, other in zip(known, labels, strict=True) if other == label])
+        within = sorted(differing([s for s, other in zip(known, labels, strict=True) if other == label]))
         said = options_in_label(run.description)
-        unsaid.append(within + [key for key in _differing(known) if key not in said and key not in within])
+        unsaid.append(within + [key for key in apart if key not in said and key not in within])
     for most in (SHOWN_OPTIONS, None):  # the first few may not be enough to distinguish the runs
         names = []
         for label, keys, settings in zip(labels, unsaid, known, strict=True):
@@ -302,11 +304,6 @@ def _names(runs: Sequence[FoundRun]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = sorted({key for each in settings for key in each})
-    return [key for key in keys if len({json.dumps(each.get(key)) for each in settings}) > 1]
 
 
 def _all_different(runs: Sequence[FoundRun]) -> bool:

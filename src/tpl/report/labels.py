@@ -12,7 +12,7 @@ from typing import Any
 
 from tpl.bench.benchmarks import BENCHMARKS, TRAINED_WITH
 from tpl.bench.paper.recipes import Recipe, load_recipes
-from tpl.pretraining import RESNET
+from tpl.pretraining import pretrained_on
 
 SHOWN_OPTIONS = 3  # in a name
 
@@ -70,5 +70,5 @@ def _prescribed(description: Mapping[str, Any]) -> dict[str, Any]:
     benchmark = BENCHMARKS.get(str(description.get("benchmark")))
     if benchmark is None:
         return {}
-    pretrained = str(description["encoder"]["name"]).split(":")[0] != RESNET
+    pretrained = bool(pretrained_on(str(description["encoder"]["name"])))
     return benchmark.prescribed(str(description["method"]), pretrained)
